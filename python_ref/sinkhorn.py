@@ -1,6 +1,6 @@
 """Sinkhorn's iteration, by definition: normalise rows, then columns, on logarithms in float64.
 
-Paper 001, eqs. 7 and 8: S^0 = exp(scores / tau), of which rows and columns are normalised R times. exp(scores / tau)
+Paper 001, eqs. 7 and 8: starts at S^0 = exp(scores / tau) and normalises rows and columns R times. exp(scores / tau)
 overflows at small tau, hence logarithms; the spacing of float32 near scores / tau = 1e7 is 1, hence float64.
 """
 

@@ -17,7 +17,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias, which is then added to the total
-constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
+constexpr int64_t kChunk = 256;  // columns of a row that are converted at a time, on the stack
 constexpr int64_t kPairedRows = 8;  // rows paired at a time: their cache lines are reused, 0.93 of the time
 constexpr int64_t kBlock = 132;  // most rows of dW in a block: the first multiple of kTileRows from 128 on
 
@@ -56,13 +56,12 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, up to kBlock rows of dW at a time. With the first rows it computes dbias_e, the weighted column
-// sums of grad_e.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW at a time, and dbias_e, the sums of grad_e weighted by row_weight.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;
   Groups groups;
-  const T* row_weight;  // (R), or nullptr for ones: the weights of rows in the column sums
+  const T* row_weight;  // (R), or nullptr for ones
   char *dweight, *dbias;
   int64_t din, dout;
 
@@ -102,7 +101,7 @@ struct WeightGradient {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k, next = row + depth;
       const int64_t more = std::min(kDepth, groups.used() - next);
       Prefetcher prefetcher{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.same_type && k == 0};
-      if (in_place && k + depth < rows) {  // only the columns of this block
+      if (in_place && k + depth < rows) {  // the columns of this block in the next rows
         const int64_t size = x.kind.size;
         prefetcher.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
       } else {

@@ -16,13 +16,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A sum of more than kDepth terms is computed in parts of kDepth terms, so that the panel of weights (tiles.h) for a
-// part has at most 32 KB. For pairs of bfloat16 (pairs.h) a part has kPairDepth pairs, which takes 0.95 to 1.03 of the
-// time with kDepth pairs (Zen 4).
+// Long sums are computed in parts of kDepth terms, so that a part's panel of weights (tiles.h) has at most 32 KB; in
+// pairs of bfloat16 (pairs.h), in parts of kPairDepth pairs, which takes 0.95 to 1.03 of the time with kDepth (Zen 4).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
-// Uninitialised memory for each thread, which starts at a multiple of 16 elements: a cache line of float.
+// Uninitialised memory for each thread: `count` elements, rounded up to a multiple of 16 (a cache line of float).
 template <class T>
 class Scratch {
  public:
@@ -63,8 +62,8 @@ struct GatheredRows {
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
   }
 
-  // Unless rows are gathered: adds `count` columns of the rows from `first` on to what is prefetched, even rows as
-  // prefetcher.lines[at], odd rows as lines[at + 1].
+  // Prefetches `count` columns of the rows from `first` on, as prefetcher.lines[at] and lines[at + 1]; nothing if rows
+  // are gathered.
   void prefetch_pairs(Prefetcher& prefetcher, int at, int64_t first, int64_t column, int64_t count) const {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
@@ -94,10 +93,10 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row that an expert has; finish may overwrite the row's dout sums. These are
-  // in `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If
-  // `rounded` (R, dout) is not null (only for products in pairs, by C++), the sums are written there in bfloat16, and
-  // finish is not called. If by_torch is of another type than T, sums_out must be null.
+  // Calls finish(expert, row, sums) for every row of an expert; finish may overwrite the row's dout sums. The sums are
+  // in `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch.
+  // sums_out must be null if by_torch is of another type. If `rounded` (R, dout) is not null (only for products in
+  // pairs, by C++), it receives the sums in bfloat16, and finish is not called.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
@@ -125,8 +124,8 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else
-  // the first panel for the span `later`, if its expert is another one. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel after that at (k, j): the next `depth` terms of the same columns, else the next columns, else
+  // the first panel of another expert's span `later`. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -147,9 +146,8 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to prefetch during a span: the rows of the span `later` (unless gathered or not contiguous) and, if stride_j is
-  // not 1 and its expert is another one, that expert's weight. depth: terms (or pairs of terms) of a sum. fresh: the sums
-  // are written to new memory.
+  // Prefetches the rows of the span `later`, unless they are gathered or not contiguous, and, if stride_j is not 1, the
+  // weight of its expert, unless `span` has the same. depth: terms (or pairs of terms) of a sum.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -157,7 +155,7 @@ struct GroupedGemm {
     return prefetcher;
   }
 
-  // sums (rows of the span, dout). panel: scratch, a panel of the weight, then the span's rows if they must be copied.
+  // sums (rows of the span, dout). panel: scratch for a panel of the weight, then for copies of the span's rows.
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
@@ -188,9 +186,8 @@ struct GroupedGemm {
     }
   }
 
-  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. What
-  // counts is the number of the expert's rows, not of the span's, so that the result's bits depend neither on threads nor
-  // on other experts.
+  // Whether multiply_few of dots.h multiplies. It depends on the rows of the expert, not of the span, so that the bits
+  // of the result depend neither on threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
   // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not
@@ -219,7 +216,7 @@ struct GroupedGemm {
         pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
                               std::min(2 * depth, din - 2 * k), j, dout);
         const Left<Bf16Pair> left{a.at + k, a.row, 1};
-        // Where the last part of the terms writes these columns of the sums, rounded; null for the other parts.
+        // The last part of the terms rounds; earlier parts add to `sums`.
         char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
             .run(prefetcher);

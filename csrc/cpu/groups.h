@@ -15,10 +15,9 @@ namespace {
 constexpr int64_t kSpan = 192;  // most rows of a span; a span packs a weight once, which takes as long as 10 to 20 rows
 constexpr int64_t kMinRows = 4 * kTileRows;  // least size of a share (share_of); LEAST in grouped_gemm_cpu.py is the same
 
-// The size of a share: the number of rows, of `rows` in all, that a thread takes at a time (only an expert's last share
-// has fewer). It lets all threads take equally many shares: up to four, to balance threads and experts, or more if
-// `most`, the largest size, is small. It is at least kMinRows, and 2 kMinRows if a thread takes several. With one
-// thread it is `most`.
+// Number of rows, of `rows` in all, that a thread takes at a time; an expert's last share may have fewer. A thread
+// takes one to four shares, to balance threads and experts, or more if `most`, the largest share, is small. A share has
+// at least kMinRows, or 2 kMinRows if a thread takes several. With one thread it has `most`.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -43,8 +42,7 @@ struct Groups {
     return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
   }
 
-  // Calls work(thread, span, later) for every span of one expert's rows. later: the span that this thread will probably
-  // take next, to be prefetched.
+  // Calls work(thread, span, later) for every span. later: the span that this thread will probably take next.
   template <class Work>
   void each_span(int threads, Work work) const {
     const int64_t span = share_of(used(), kSpan, threads);
@@ -52,7 +50,7 @@ struct Groups {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      // The i-th span, or one without rows after the last. Moves e and `before` to that span's expert.
+      // Span i; without rows after the last. Moves e and `before` to its expert.
       const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
         for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};

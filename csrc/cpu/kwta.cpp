@@ -2,8 +2,8 @@
 //
 // A row is converted to integer keys that order as its values do and stay in the cache. Its threshold is found by
 // counting the keys above a trial value: nothing is sorted or moved. The first trial comes from the row's mean and
-// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 8 more than a
-// key has bits: 40 for float32.
+// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 8 counts more than a key has
+// bits: 40 for float32.
 //
 // Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all new trials
 // in vectors with one lane a row. The trials of a row of 100 floats take 25 cycles in all; one row at a time, 130.
@@ -23,13 +23,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Most keys kept in the cache, of all rows searched together. A longer row is read again for every count.
+// Most keys kept in the cache, of all rows searched together. A longer row is read again for every count, in spans.
 constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
 constexpr int64_t kPrefetchLength = 512;  // most keys of a row to prefetch: the hardware prefetches longer ones itself
 constexpr int kRows = 32;             // most rows searched together: one bit a row
-constexpr int64_t kSampledBlocks = 16;  // mean and variance come from 16 to 31 of a row's blocks of 32 keys, or all
-constexpr int kTrials = 8;            // rounds that interpolate, before bisection alone
+constexpr int64_t kSampledBlocks = 16;  // mean and variance come from up to 31 blocks of 32 keys of a row's first span
+constexpr int kTrials = 8;            // trials that are interpolated, before bisection alone
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
 
@@ -40,9 +40,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: the number of keys at or above a trial. nearest: a new bound of the threshold. If count > k, it lies between the
-// trial and the row's lowest key that is not below the trial. Else it lies between the row's highest key below the trial
-// and trial - 1.
+// count: the number of keys at or above a trial. nearest: a new bound of the threshold. If count > k, it is the trial
+// or the row's least key from the trial on; else trial - 1 or the row's greatest key below the trial.
 template <class Key>
 struct Count {
   int64_t count;
@@ -62,7 +61,6 @@ Key least_from(const Key* key, int64_t n, Key from, Key flip) {
   return least;
 }
 
-// The keys of one row, in the cache; a row of more than kResident keys is read again for every pass.
 template <class F>
 class Keys {
  public:
@@ -102,7 +100,7 @@ class Keys {
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the finite values and of their squares over a sample of whole blocks of 32; returns its number of elements.
+  // Sums of the finite values and of their squares over a sample of blocks of 32; returns the sample's size.
   // A sample and a sum in F::Wide are exact enough, since they only give the first trial.
   int64_t moments(Stat* sum, Stat* square_sum) const {
     const int64_t blocks = std::max(std::min(n_, span(n_)) / kMaskBits, int64_t(1));
@@ -127,7 +125,7 @@ class Keys {
   void load(int64_t start) const {
     const Key* x = x_ + start;
     const int64_t count = std::min(span(n_), n_ - start), whole = count / kMaskBits * kMaskBits;
-    if (whole < count) std::fill_n(buffer_ + whole, kMaskBits, Key(-F::inf - 2));  // below every key, so they never win
+    if (whole < count) std::fill_n(buffer_ + whole, kMaskBits, Key(-F::inf - 2));  // below every key of x: never wins
     const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
@@ -147,9 +145,9 @@ class Keys {
   Key* buffer_ = nullptr;  // (span(n),)
 };
 
-// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above `low`,
-// at most k are at or above `high`, and the row is finished when high = low + 1. A count of exactly k finishes it at
-// once; then exactly k keys are at or above `high`.
+// The search for the thresholds of up to kRows rows, one lane a row. During the search more than k keys of a row are at
+// or above `low`, and at most k at or above `high`. A row is finished when high = low + 1. A count of exactly k
+// finishes it at once; then exactly k keys are at or above `high`.
 template <class F, class Int>
 class Search {
  public:
@@ -186,7 +184,7 @@ class Search {
     int64_t seen = 1;
     for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
     const Stat share = 1 / Stat(seen);
-    // The distance from one element to the next at the threshold of a normal row, in standard deviations.
+    // slope_ in standard deviations.
     const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
@@ -200,7 +198,7 @@ class Search {
     }
   }
 
-  // Moves low and high by the counts. A finished row does not change.
+  // Moves low and high by the counts, except of finished rows.
   void update(bool guided) {
     const Int n = n_, k = k_;
 #pragma omp simd
@@ -231,8 +229,8 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  Stat bottom_[kRows], top_[kRows];  // values of low and high once these have moved; until then, the sums of `moments`
-  Stat slope_[kRows];                // how far a value must rise so that one key fewer reaches it, in a normal row
+  Stat bottom_[kRows], top_[kRows];  // last trials with counts above k and up to k; at first, the sums of `moments`
+  Stat slope_[kRows];                // distance between neighbouring values at the threshold of a normal row
 };
 
 // Calls put(word index, mask word) from left to right.

@@ -1,11 +1,10 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
 // name; the functions that CUDA lacks are in plan.cpp, expert_mlp.cpp and tree_gate_products.cpp. Here
 //
-// * a number of threads replaces the stream, `quantile` is z of kwta_fwd, dtype may be float64 and element_size 8;
-// * arrays that are float32 there are float64 if dtype is. Gates and leaf_probs of the tree gate, and their gradients,
-//   are of dtype there and float32 here, or float64 if dtype is;
-// * scratch memory has other shapes: scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if
-//   by_choice else 1, E);
+// * a number of threads replaces the stream, `quantile` is z of kwta_fwd, and gamma, epsilon and least are double;
+// * dtype may be float64 and element_size 8. CUDA's float32 arrays are then float64;
+// * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype;
+// * scratch has scratch_stride bytes for each thread; `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E);
 // * a function that returns int checks indices, and returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd
 //   also checks row_token, which CUDA does not read.
 //

@@ -1,9 +1,9 @@
 // The routing plan on the CPU (definition: python_ref/plan.py).
 //
-// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Tokens in visiting
-// order are split into chunks. Each chunk counts its tokens' requests to every expert (for each choice, if all first
-// choices come before all second ones), a scan over the chunks turns counts into first rows, and a second walk assigns the
-// rows. Nothing is sorted.
+// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Tokens in visiting order
+// are split into chunks. Each chunk counts its tokens' requests to every expert (separately for each choice, if all
+// first choices come before all second ones). A scan over the chunks turns counts into first rows, and a second walk
+// assigns the rows. Nothing is sorted.
 
 #include "ops.h"
 
@@ -192,7 +192,7 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
 
 // Deferred acceptance: a token goes to the best expert that has room or holds a worse token. The displaced token is
 // placed again. The order of tokens does not matter: tokens and experts rank a pair by the same score, so only one
-// assignment is stable, the one that the definition finds in descending order of scores.
+// assignment is stable. The definition finds it in descending order of scores.
 template <class F>
 class Matching {
  public:
@@ -212,7 +212,6 @@ class Matching {
     std::fill(worst_, held_, Held{full ? std::numeric_limits<Key>::max() : std::numeric_limits<Key>::min(), -1});
   }
 
-  // The expert with the highest score among all.
   int64_t first_choice(int64_t token) const {
     return best(token, [](Key, int64_t) { return true; });
   }

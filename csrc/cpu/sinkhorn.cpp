@@ -1,8 +1,8 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
 // Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. A
-// thread reads one group of matrices at a time (Stage) and computes it in parts (Part): if packed, as many matrices as a
-// vector of the computation has lanes; else the one matrix.
+// thread reads one group of matrices at a time (Stage) and computes it in parts (Part). A packed part has as many
+// matrices as a vector of the computation has lanes; any other part is one matrix.
 //
 // There are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h; sinkhorn_small.h if n = 4), in float or in
 // double; or potentials in double (sinkhorn_log.h, backward by the equations of moe_kernels/ops/sinkhorn.py). Prescribed
@@ -99,7 +99,6 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   }
 }
 
-// With prescribed sums or a tolerance every matrix takes the form with potentials.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
                const Stage<packed, Wide>& grad, Arena arena) {

@@ -1,6 +1,6 @@
-// Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). Of each
+// Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). For each
 // row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau));
-// g likewise. With prescribed sums, the sum of exp is divided by the row's prescribed one. Anchor and log_sum are
+// g likewise. With prescribed sums, the sum of exp is divided by the row's prescribed sum. Anchor and log_sum are
 // stored apart, because 1 / tau would magnify the rounding of their sum.
 #pragma once
 
@@ -97,7 +97,7 @@ struct Potentials {
     }
   }
 
-  // The log of a matrix element after the iteration's row step (g_before: g before that), and after its column step.
+  // The log of a matrix element after the iteration's row step (g_before: g before it), and after its column step.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -124,8 +124,8 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets `updated`: whether the iteration before updated the matrix, and sums were off by more than the tolerance. Row
-// sums follow from the change of the row potentials; column sums were right, except before the first iteration.
+// Sets `updated`: whether the previous iteration updated the matrix and left a sum off by more than the tolerance.
+// Row errors follow from the change of row potentials. Columns can be wrong only before the first iteration.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {

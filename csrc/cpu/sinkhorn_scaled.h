@@ -11,8 +11,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). If k is float, the exponent still has more digits, by ExpOfDifference or
-// in double: rounded to float, one near kFloatRange would cause an error of up to 60 units in the last place.
+// k = exp((S - row maximum) / tau), (n, width). The exponent has more digits than float even if k is float: near
+// kFloatRange, rounding it to float would cause an error of up to 60 units in the last place of k.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
@@ -42,7 +42,7 @@ inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t b
     for (int64_t j = 0; j < blocks; ++j)
       for (int h = 0; h < double_vectors; ++h)
       {
-        const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;  // -inf in padding; none if packed
+        const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;  // -inf in padding, which packed matrices lack
         store_as<double>(k + (i * blocks + j) * kLanes<T> + h * kLanes<double>, packed ? exp_within_range(x) : exp(x));
       }
   }

@@ -94,7 +94,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
   State s(scores, first, forms, Form::scaled_float, Form::scaled_double);
   if (!s.wanted()) return;
   s.start(inv_tau);
-  // (parts, iterations, 2, n) vectors: v before iteration t, and the u that it computes.
+  // (parts, iterations, 2, n) vectors: v before the iteration, and its u.
   double* const history = arena.take<double>(parts * iterations * 2 * n * w);
   const auto saved = [&](int64_t t, int which, int i, int p) {
     return history + (((p * iterations + t) * 2 + which) * n + i) * w;
@@ -118,7 +118,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) y[j] = dg[j] * s.v[j][p], df[j] *= s.u[j][p];
     for (int64_t t = iterations; t-- > 0;) {
-      // before: v before iteration t; y_here: y of iteration t, while `y` becomes that of t - 1.
+      // before: v before iteration t. y_here: y of iteration t; `y` becomes y of iteration t - 1.
       V before[n], x[n], y_here[n];
 #pragma GCC unroll 4
       for (int j = 0; j < n; ++j) before[j] = load(saved(t, 0, j, p)), y_here[j] = y[j];

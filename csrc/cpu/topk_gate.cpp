@@ -22,8 +22,8 @@ constexpr int64_t kPasses = 256;
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to a
-// multiple of kMaskBits with the lowest key, and is overwritten. order (n): scratch.
+// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to a multiple of
+// kMaskBits with the lowest key, and may be overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {

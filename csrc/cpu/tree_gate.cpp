@@ -36,7 +36,7 @@ struct TokenBuffers {
 
   int64_t trees, experts, stride, leaves;  // stride: from a tree's nodes to the next one's; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations; backward: their gradients
-  Wide *logit, *prob, *q;                  // (leaves), (K, E) padded; q: terms of the softmax, backward also gradients
+  Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, backward also gradients
   Wide* heap;                              // (2 E padded + 2 kPad) of one tree
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
@@ -192,7 +192,7 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
           q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is at most 1, scale alone up to 1 / least
           out[e] = F::narrow(q[e]);
         }
-        // q is the gradient to the leaf's logit. It becomes p dp: the leaf's probability times the gradient to that.
+        // q is the gradient to the leaf's logit. It becomes p dp (see ascend).
         if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {

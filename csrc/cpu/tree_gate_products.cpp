@@ -1,8 +1,8 @@
 // The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach.
 //
-// Below its first `levels` levels a tree is divided into branches, of at most kColumns nodes and leaves each. For the
-// few nodes above, torch computes the products of all tokens. A branch gathers the rows of x of the tokens that reach
-// it. At E = 256 experts and pre-activations of size gamma, a fifth of all products is left.
+// Below its first `levels` levels a tree is divided into branches of at most kColumns nodes and leaves. A branch
+// gathers the rows of x of the tokens that reach it. tree_gate_products_cpu.py computes the few nodes above the
+// branches for all tokens. At E = 256 experts and pre-activations of size gamma, a fifth of all products is left.
 
 #include "ops.h"
 
@@ -19,7 +19,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 32;  // room of a branch, which has four levels of nodes and its leaves, 31 columns in all
+constexpr int64_t kColumns = 32;  // room of a branch: four levels of nodes and their leaves, at most 31 columns
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in the sums of the weights' gradient
 
@@ -39,7 +39,7 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kWidth) is
+// M rows from `first` on, at most up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kWidth) is
 // packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be anywhere. If `gathered`, columns of a may be
 // anywhere too, and a is prefetched instead of `lines`.
 template <int M, bool gathered, class T>
@@ -122,7 +122,7 @@ struct Products {
   int64_t tokens, dim;
   TreeTensors<T> weight, logits;  // logits: pre-activations, or backward their gradients
   T* packed;                      // the weights of all branches, packed in panels: room() elements a branch
-  T* scratch;                     // of every thread
+  T* scratch;                     // scratch_stride elements for each thread
   int64_t scratch_stride;
   int threads;
   Elements<T> kind = elements_of<T>(sizeof(T) == 8 ? int(DType::float64) : int(DType::float32));
@@ -130,7 +130,7 @@ struct Products {
   static constexpr int64_t panel = kWidth<T>;
   int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // of a branch in `packed`
 
-  // Calls work(number, scratch of the thread) for every one of `count` pieces of work.
+  // Calls work(number, scratch of the thread) for number < count.
   template <class Work>
   void share(int64_t count, Work work) const {
     std::atomic<int64_t> next{0};
@@ -155,7 +155,7 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for every branch that tokens of a block reach: token[0 .. rows).
+  // Calls work(number, token, rows, prefetcher) for every branch that tokens of a block reach, token[0 .. rows).
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
@@ -221,7 +221,6 @@ struct Products {
     });
   }
 
-  // The gradients to the weights, one branch at a time.
   void to_weights(const T* x, int64_t stride, const TreeTensors<T>& dweight) const {
     share(branches.count(), [&](int64_t number, T* sums) {
       T *grads = sums + dim * kColumns, *panels = grads + kDepth * kColumns;

@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time, each with its own sums, so that its bits depend on no other
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; the bits of each do not depend on the others
 
 template <class Wide>
 struct Candidate {

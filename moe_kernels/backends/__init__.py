@@ -3,8 +3,8 @@
 No table lists the kernels: backend b implements operation f if its namespace has f_fwd (the reference: f), and beside
 it f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU
 with its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by
-their names in SIZES. The first of these that names a backend decides: the backend= argument, use_backend(),
-MOE_KERNELS_BACKEND. Else the choice is automatic. A named backend never falls back to another one.
+their names in SIZES. The backend= argument names the backend, else use_backend(), else MOE_KERNELS_BACKEND; a named
+backend never falls back to another one. Without a name the choice is automatic.
 """
 
 from __future__ import annotations

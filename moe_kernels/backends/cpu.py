@@ -78,7 +78,7 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Matrices and vectors for each thread, (threads, bytes). If n <= 16 an element has 64 bytes, for several matrices
     at a time; else a row is n doubles, padded to a multiple of 16."""
     n = scores.shape[-1]
-    packed = n <= 16  # then scores and gradients are staged for twice as many matrices as are computed at a time
+    packed = n <= 16  # then an element of the staged scores and gradients has 128 bytes
     # Backward keeps up to seven vectors of every iteration: three of rows, three of columns, and which matrices it
     # updated. One more is spare.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)

@@ -37,7 +37,7 @@ def _fwd(
         return found
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
-    # y takes its memory. Freed together with `result`, both went back to the system: 600 page faults at 512 tokens.
+    # y takes hidden's memory. Freed later, with `result`, both return to the system: 600 page faults at 512 tokens.
     del hidden
     return combine(result, weights, slot_row, backend), pre
 

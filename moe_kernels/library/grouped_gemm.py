@@ -71,7 +71,7 @@ def weight_gradient(
     """(E, Din, Dout), the sum of x^T grad over each expert's rows; and, with_bias, (E, Dout), that of row_weight grad.
 
     x_token, grad_token: (R), the rows of x and of grad to read; None if x and grad have R rows.
-    weight: the gradient gets its layout, so that autograd need not copy it into that of a transposed parameter.
+    weight: the gradient gets the layout of this weight; autograd would copy another layout.
     row_weight: (R) in compute_dtype; None for ones.
     """
     given = contiguous_rows(x), contiguous_rows(grad), expert_offsets, x_token, grad_token

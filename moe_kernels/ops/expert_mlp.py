@@ -61,10 +61,9 @@ def expert_mlp(
 
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
     differentiable. A weight's gradient has the weight's layout. FLOPs (torch's counter), with W = H or 2 H columns of
-    w_in:
-    2 R (D W + H Dout) + 2 R Dout forward (R Dout less without weights), twice that of the products + R D backward, 2 R
-    Dout more each for db_out and b_out's part of dw. On a GPU 3 kernels of ours run forward and 5 backward, with or
-    without biases, besides at most 8 of torch's. Autocast has no effect here; nn.ExpertMLP follows it.
+    w_in: 2 R (D W + H Dout) + 2 R Dout forward (R Dout less without weights), twice that of the products + R D
+    backward, 2 R Dout more each for db_out and b_out's part of dw. On a GPU 3 kernels of ours run forward and 5
+    backward, with or without biases, besides at most 8 of torch's. Autocast has no effect; nn.ExpertMLP follows it.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

@@ -4,9 +4,9 @@
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
 A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
-requests, scan over these counts, and give each request its row in a second pass. That is O(T * K + chunks * E) work,
-and one sort of T priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait. The
-weights of plan_expert_choice and plan_priority have a gradient.
+requests, scan over these counts, and give each request its row in a second pass. That is O(T * K + chunks * K * E)
+work, and one sort of T priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait.
+The weights of plan_expert_choice and plan_priority have a gradient.
 """
 
 from __future__ import annotations

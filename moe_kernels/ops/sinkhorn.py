@@ -10,11 +10,12 @@ In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau 
 
 scores (S) and P are (batch, n, n), 1 is a vector of ones, w' is w transposed. Saved for backward: the scores, or, if
 the gradient is implicit, P. A kernel recomputes the potentials, O(n) numbers an iteration, and never keeps an iterate.
-It divides by tau at the end: where P is exactly 1, as at small tau, terms w and -w cancel exactly, while w / tau would
-be rounded in one sum and, fused into a multiply-add, not in the other. scores / tau needs more bits than float32 has
-(at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by vectors only where the matrix's range allows it,
-and elsewhere takes differences in more than float32 before exp. On GPUs up to n = 64 these
-are separate kernels; the scaling one stops early, from n = 9 on (_sinkhorn_scaled.py).
+It divides by tau at the end: where P is exactly 1, as at small tau, terms w and -w then cancel exactly. Terms w / tau
+would be rounded in one sum, but not in another that is fused into a multiply-add.
+
+scores / tau needs more bits than float32 has: at tau = 1e-7 it is 1e7 and more. A kernel scales exp(S / tau) by vectors
+where the range of the matrix allows it. Elsewhere it takes differences before exp, in more than float32. GPU kernels
+for n <= 64 that scale by vectors stop early from n = 9 on (backends/triton/_sinkhorn_scaled.py, csrc/cuda/sinkhorn.cu).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def sinkhorn(
 ) -> Tensor:
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
 
-    Columns are normalised last: they sum to one, rows do only after convergence, which is rare at small tau: at
+    Columns are normalised last, so they sum to one. Rows do only after convergence, which is rare at small tau: at
     tau = 1e-7 and n = 8, rows still sum to up to 4 after 150 iterations. See anneal_from, and harden.
 
     Args:

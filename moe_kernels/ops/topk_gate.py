@@ -5,8 +5,8 @@
     "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
 
 logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; if softmax comes first also
-the logits. Then the probability p_j is w_0 exp(z_j - z_0), with z_0 the logit of the first choice: accurate for logits
-of any size, which a saved logarithm of the sum of exponentials is not. With "topk_softmax" backward reads no logits.
+the logits. Then the probability p_j is w_0 exp(z_j - z_0), with z_0 the logit of the first choice. It is accurate for
+logits of any size; one from a saved logarithm of the sum of exponentials is not.
 """
 
 from __future__ import annotations

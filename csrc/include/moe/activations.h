@@ -8,7 +8,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// The codes of moe_kernels/backends/native/activation.py. A gated activation takes a row of gates, then linear parts.
+// The codes of moe_kernels/backends/native/activation.py.
 enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, swiglu = 5, geglu = 6 };
 
 constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }

@@ -41,7 +41,7 @@ std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObje
   return packed;
 }
 
-// A pointer, a stream included, that Python passes as an integer.
+// The value of a pointer or a stream, which Python passes as an integer.
 inline uint64_t address(PyObject* given) { return uint64_t(PyLong_AsLongLong(given)); }
 
 }  // namespace moe

@@ -19,8 +19,8 @@ struct Elements {
   bool same_type;  // elements are of type T
   bool in_pairs;   // products take two elements at a time (pairs.h)
 
-  // to (rows, count): row r is from + r * stride (in elements), or from + token[r] * stride if `token` is not null,
-  // zeros for -1.
+  // Row r of to (rows, count) = row r of `from`, or row token[r] if `token` is not null; zeros if token[r] is -1. Rows
+  // of `from` are `stride` elements apart, rows of `to` are to_row apart.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
                 int64_t count);
   void (*add)(T* to, const void* from, int64_t count);  // to += from
@@ -34,7 +34,7 @@ struct Elements {
   }
 };
 
-// Calls work(i) for i < count, in steps of constant length, so that a short row of a panel takes a few instructions.
+// Calls work(i) for i < count. Steps of constant length keep a short row of a panel to a few instructions.
 template <class Work>
 inline void each_element(int64_t count, Work work) {
   int64_t i = 0;
@@ -63,7 +63,7 @@ void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t
       else each_element(length, [=](int64_t i) { target[i] = F::widen(source[i]); });
     }
   };
-  if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());  // 0.9 of a weight gradient's time
+  if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());  // weight gradients: 0.9 of the time
   else each_row(count);
 }
 
@@ -77,13 +77,13 @@ void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
   each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
 }
 
-// With AVX512-BF16's conversion: 0.35 to 0.5 of narrow_row's time (rows of 128 to 2048, in cache; Zen 4).
+// narrow_row with AVX512-BF16's conversion: 0.35 to 0.5 of the time (rows of 128 to 2048, in cache; Zen 4).
 template <class F>
 void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);
 }
 
-// The conversions of `dtype`, whose F::Wide must be T.
+// The conversions of `dtype`, which must be computed in T (with_wide).
 template <class T>
 inline Elements<T> elements_of(int dtype) {
   Elements<T> found{};

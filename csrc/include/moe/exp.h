@@ -1,4 +1,4 @@
-// The exponential as plain arithmetic, so that a loop of them vectorises without a math library.
+// exp of a float as plain arithmetic, so that loops vectorise without a math library.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // Element types of CPU kernels, each a template argument F: F::Key, a signed integer with an element's bits; F::Wide, the
 // type it is computed in; conversions between them; and integer keys that order as the values do (key_of). Kernels read
-// memory as Keys, so that the compiler never does 16-bit floating-point arithmetic. All functions vectorise.
+// memory as Keys, so that the compiler never does 16-bit floating-point arithmetic. The conversions vectorise.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode convert values without a sign, and
-// need not be exact: this is cheaper, and enough for searches.
+// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode convert values without a sign;
+// encode truncates, which is cheaper and enough for searches of a threshold.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -63,7 +63,7 @@ struct Float16 {
   using Key = int16_t;
   using Wide = float;
   static constexpr Key inf = 0x7c00;
-  // Exponents of float are 112 larger. The product is exact for subnormal numbers too; inf becomes 65536.
+  // A float's exponent has a bias 112 larger. The product is exact for subnormal numbers too; inf becomes 65536.
   static Wide decode(Key magnitude) { return bits_as<float>(int32_t(magnitude) << 13) * 0x1p112f; }
   static Key encode(Wide magnitude) {
     return Key(bits_as<int32_t>(std::min(magnitude, 65536.0f) * 0x1p-112f) >> 13);
@@ -84,7 +84,7 @@ struct Float16 {
   }
 };
 
-// Keys order as the values do: negative values are mirrored, so that -0 and +0 have one key; every NaN has that after +inf.
+// Keys order as the values do: negative values are mirrored, so that -0 and +0 have one key. A NaN has key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;
@@ -93,7 +93,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key. It has no branches: the sign of a threshold near zero is unpredictable, and a misprediction is slower.
+// The value of a key, without branches: the sign of a threshold near zero cannot be predicted.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -112,7 +112,7 @@ inline typename F::Wide finite_or_zero(typename F::Key key) {
   return Unsigned(magnitude) < Unsigned(F::inf) ? value_of<F>(key) : typename F::Wide(0);
 }
 
-// The key of a value, rounded as encode does.
+// The key of a value, truncated as by encode.
 template <class F>
 inline typename F::Key key_near(typename F::Wide value) {
   using Key = typename F::Key;

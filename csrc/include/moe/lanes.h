@@ -1,5 +1,5 @@
-// Vectors of the translation unit's instruction set (GCC's vector extension), and exp and log of them, which compilers do
-// not vectorise without a library.
+// Vectors of the translation unit's instruction set (GCC's vector extension), with exp and log: compilers vectorise
+// these only with a library.
 #pragma once
 
 #include <cstdint>
@@ -79,7 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose, which exchanges squares of half the lanes, then squares of a quarter, and so on.
+// A step of transpose: swaps the lanes of `upper` whose index has bit `step` with the lanes of `lower` that lack it.
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -97,7 +97,7 @@ inline void transpose(V (&rows)[lanes]) {
   }
 }
 
-// Lanes of a and b in turn, from the lower halves (half = 0) or the upper ones (half = 1).
+// Alternates lanes of a and b, from the lower halves (half = 0) or the upper ones (half = 1).
 template <int half, class V, size_t... lane>
 inline V zipped(V a, V b, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -133,8 +133,7 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x to a unit in the last place if x is normal: an estimate with 14 correct bits; each Newton step doubles their
-// number. Without AVX-512, a division.
+// 1 / x to a unit in the last place if x is normal. AVX-512: an estimate of 14 bits, doubled by each Newton step.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -202,9 +201,9 @@ inline Vec<double> exp(Vec<double> x) {
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float to 2 units in the last place, for a product from -80 to 80 and a scale from 1e-30 to
-// 1e30. With d = a - b and the rounding error of d computed exactly (`lost`), r = (d - n log 2 / scale + lost) * scale;
-// log 2 / scale is in two parts, and n times the first is exact. Then a Taylor polynomial up to r^7.
+// exp((a - b) * scale) in float to 2 units in the last place, for (a - b) * scale from -80 to 80 and a scale from 1e-30
+// to 1e30: a Taylor polynomial up to r^7 with r = (d - n log 2 / scale + lost) * scale, d = a - b. `lost` is the exact
+// rounding error of d. log 2 / scale is high + low, so that n * high is exact.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

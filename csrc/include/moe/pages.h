@@ -1,4 +1,4 @@
-// Huge pages for large outputs. Plain C++ for the CPU kernels.
+// Huge pages for large outputs.
 #pragma once
 
 #include <cstdint>

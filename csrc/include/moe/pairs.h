@@ -1,5 +1,5 @@
-// Pairs of bfloat16: an AVX512-BF16 instruction multiplies both numbers of a pair and adds both products, twice the arithmetic
-// of float32. In a product (tiles.h) a pair, first number in the lower half, is one element, and a sum has half as many terms.
+// Pairs of bfloat16, the first number in the lower half. An AVX512-BF16 instruction adds the products of both numbers
+// to a float32 sum, twice the arithmetic of float32. Matrix products (tiles.h) treat a pair as one element.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: this instruction set may have such an instruction, with sums in T. multiplies_pairs(): this processor has it.
+// kPairs<T>: processors of this instruction set may have it, with sums in T. multiplies_pairs(): this processor has it.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;
@@ -27,7 +27,7 @@ inline bool multiplies_pairs() {
   return found;
 }
 
-// Attribute without which functions that use the instruction do not compile; it changes nothing else in them.
+// Functions that use the instruction compile only with this attribute.
 #define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
 #else
 template <class T>
@@ -38,7 +38,7 @@ inline bool multiplies_pairs() { return false; }
 #define MOE_MULTIPLIES_PAIRS
 #endif
 
-// to = from in bfloat16, rounded to nearest even, NaNs quiet. The instruction flushes subnormal numbers to zero, so
+// to = from in bfloat16, rounded to nearest even, NaNs quiet. The conversion flushes subnormal numbers to zero, so
 // vectors that have any, and the last count % 32 numbers, are converted by exact(to, from, count).
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
@@ -51,8 +51,8 @@ MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// to (pairs_of(rows), count): element j of row 2 i with element j of row 2 i + 1, zero if there is none. Rows as in
-// Elements::widen.
+// to (pairs_of(rows), count): row i pairs elements of rows 2 i and 2 i + 1, zeros if there is no row 2 i + 1. Rows as
+// in Elements::widen.
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
@@ -108,7 +108,7 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count) {
-  // Indices that interleave two vectors: i of the first, then i of the second, which counts as 32 + i.
+  // Indices that interleave a and b from element `first` on; element i of b has index 32 + i.
   const auto interleaved = [](int first) {
     typename VecOf<int16_t>::type at;
     for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);

@@ -1,7 +1,7 @@
 // Functions of CPU kernels that need special instructions: mostly masks of 32 elements, one bit each.
 //
-// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the compiler's
-// macros select the code below when it is compiled. Loops that compilers vectorise well are plain loops in the kernels.
+// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512); macros such as
+// __AVX2__ select the code.
 #pragma once
 
 #include <cstdint>
@@ -83,7 +83,7 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
-// The sum of 32 numbers, which it overwrites, by halves: each addition of a plain loop would wait for the one before.
+// The sum of 32 numbers, which it overwrites. In a plain loop each addition would wait for the one before.
 template <class T>
 inline T sum_of(T (&lanes)[kMaskBits]) {
 #pragma GCC unroll 8
@@ -159,9 +159,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows. If all rows together are too large for the cache, aligned rows of a multiple of 64 bytes bypass it (with
-// AVX2 or AVX-512). In the cache, each line of the output would be read before it is overwritten, a third of the
-// traffic.
+// Copies rows. If all rows take more than kLarge bytes, aligned rows of a multiple of 64 bytes bypass the cache (with
+// AVX2 or AVX-512): a cached line is read before it is overwritten, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

@@ -1,7 +1,7 @@
-// Matrix products C = A B small enough for the caches: a tile of C in registers, a panel of B (a few vectors wide) packed
-// and padded with zeros. The terms of an element are added in order of k in every tile, so a result depends neither on
-// the number of threads nor on other rows. Its rounding depends on the instruction set, which decides whether terms are
-// added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
+// Matrix products C = A B small enough for the caches: a tile of C in registers, and a panel of B (a few vectors wide),
+// packed and padded with zeros or read in place. The terms of an element are added in order of k in every tile, so a
+// result depends neither on the number of threads nor on other rows. Its rounding depends on the instruction set, which
+// decides whether terms are added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,6 @@ constexpr int kTileVectors = 2;
 template <class T>
 constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
-// columns / panel, rounded up.
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
 // Prefetches memory of the next product during this one: without it, 64 rows times a 128 x 128 weight that is in no cache
@@ -40,16 +39,16 @@ struct Prefetcher {
   Piece pieces[2];  // memory of the next product
   int64_t steps;    // steps of this product that are left
   bool fresh;       // the sums are written to new memory, which is prefetched too: saves a tenth of a product's time
-  // Cache lines of the next panels, which are prefetched before `pieces`. The n steps of a tile take one line of each
-  // of n rows that are `next.bytes` apart; if rows are 64 bytes apart, they take n consecutive lines.
+  // Cache lines of the next panels, which are prefetched before `pieces`. A tile of n steps prefetches one line from
+  // each of n rows that are `next.bytes` apart; if that is 64 bytes, it prefetches n consecutive lines.
   struct Lines {
     Piece next;  // first address, and the distance to the next one
-    int64_t left = 0;  // lines of a row
+    int64_t left = 0;  // lines that are left in each row
   };
   Lines lines[4] = {};
 
-  // Adds `bytes` of each row, as lines[at]; rows are `apart` bytes from each other. With rows_of_step = 2 (pairs), even
-  // rows are lines[at] and odd ones lines[at + 1].
+  // Sets lines[at] to `bytes` of each row; rows are `apart` bytes apart. With rows_of_step = 2 (pairs), lines[at] has
+  // the even rows and lines[at + 1] the odd ones.
   void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
@@ -109,11 +108,10 @@ struct Left {
   }
 };
 
-// Whether `rows` rows of A should read a panel of B in place instead of packing it. `apart`: bytes from row to row of B.
-// Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as
-// fast for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of
-// the caches), else at 150. With other instruction sets panels are at most one cache line wide, and 16 rows take 1.1 to
-// 1.5 times as long in place.
+// Whether `rows` rows of A should read a panel of B in place instead of packing it. `apart`: bytes from row to row of
+// B. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as fast for 4, 6 and 24 rows. Break-even is
+// at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of the caches), else at 150. With other
+// instruction sets panels are at most one cache line wide, and 16 rows take 1.1 to 1.5 times as long in place.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
@@ -142,8 +140,8 @@ struct PanelProduct {
   char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
   // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
-  // some rows are computed twice if left < M. The distance from row m of the first
-  // half to row m of the second is the same for every m, so one pointer serves both, with offset `upper` or `lower`.
+  // some rows are computed twice if left < M. A pointer at[m] serves row m of both halves, with offset `upper` or
+  // `lower`, since rows of the second half are at a constant distance from those of the first.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -214,12 +212,11 @@ struct PanelProduct {
     }
   }
 
-  // All tiles from row `first` on.
   template <int W, Right right>
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
-    // A last tile of one or two rows would wait for b. Instead, it and the tile before it become two tiles of four rows
-    // (8 rows: 0.9 of the time), unless a is packed, before or here: such a tile could cross the end of a packed block.
+    // A last tile of one or two rows would wait for b. Instead, the last 7 or 8 rows become two tiles of four (8 rows:
+    // 0.9 of the time), unless a is or becomes packed: such a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);

@@ -22,13 +22,13 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Largest expert, in multiply-adds, that C++ multiplies on every processor. Up to here it is 1.1 to 1.3 times as fast as
-# torch.mm on an Intel processor, at 2**28 0.8 times (float32, AVX-512, one thread).
+# Largest expert, in multiply-adds, that C++ multiplies on every processor (but see SMALL_BFLOAT16). On an Intel
+# processor C++ is 1.1 to 1.3 times as fast as torch.mm up to 2**24, 0.8 times at 2**28 (float32, AVX-512, one thread).
 SMALL = 2**24
-# The same in bfloat16 if torch has instructions for it, unless C++ has them too on an AMD processor. C++ is 1.2 to 2
-# times as fast at 2**20, 0.6 to 1.2 times at 2**22.
+# SMALL for bfloat16 if torch has instructions for it, except on AMD's processors if C++ has them too (in_cpp). C++ is
+# 1.2 to 2 times as fast at 2**20, 0.6 to 1.2 times at 2**22.
 SMALL_BFLOAT16 = 2**21
-# Fewest rows for each thread with which C++ multiplies large experts. With fewer rows torch.mm is faster, since its
+# Fewest rows for each thread with which C++ multiplies large experts (in_cpp). With fewer rows torch.mm is faster: its
 # threads share the columns.
 LEAST = 24
 # Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. With larger results separate
@@ -129,8 +129,8 @@ def mlp(
 ) -> tuple[Tensor, Tensor] | None:
     """y and pre of the expert MLP in one launch; None if AT_ONCE or in_cpp exclude it, or an index is out of range.
 
-    plan: expert_offsets, row_token and slot_row. None: the launch makes the plan of experts (T, K), whose ids of E or
-    more are no choice.
+    plan: expert_offsets, row_token and slot_row. If it is None, the launch makes the plan from experts (T, K), where an
+    id of E or more is no choice.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape
@@ -254,7 +254,7 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
     """Whether torch has grouped_mm and it takes these tensors.
 
     One call replaces one torch.mm for each expert: 0.85 of the time at 2**20 multiply-adds of an expert, 0.95 at 2**23.
-    grouped_mm pads rows of its result to 16 bytes, but callers need contiguous rows, hence the first condition.
+    The first condition: grouped_mm pads rows of its result to 16 bytes, but callers need contiguous rows.
     """
     return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
         _in_vectors(each.dtype, each.shape, each.stride()) and _addresses.aligned(each, 16) for each in (rows, columns)

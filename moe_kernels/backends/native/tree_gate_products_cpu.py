@@ -13,7 +13,7 @@ from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# As in csrc/cpu/tree_gate_products.cpp: room for the nodes and leaves of a branch (_nodes_above); tokens at a time.
+# kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: room for a branch (_nodes_above); tokens at a time.
 COLUMNS, TILE = 32, 256
 
 # Skipping products pays if tokens reach at most the share WORTH of the branches, or less if P or T is small: a token in
@@ -111,8 +111,8 @@ class _Reach(NamedTuple):
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """The tokens that reach each branch. top_of(step): pre-activations above the branches of every step-th token.
 
-    None if so many tokens reach them that skipping products does not pay, which a sample of tokens shows first. None
-    also if a skipped product could be NaN: the definition would return this NaN.
+    None if skipping products does not pay, which a sample of tokens shows first. None also if a skipped product could
+    be NaN: the definition would return this NaN.
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
