@@ -23,7 +23,7 @@ _THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left ou
 
 
 def missing() -> str:
-    """The reason why NVML gives no figures here; empty if it does."""
+    """Why NVML or its handle of the GPU is missing; empty if both are there. Sensors may still be hidden (`watch`)."""
     try:
         import pynvml
     except ImportError:

@@ -30,7 +30,7 @@ def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
 
 
 def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
-    """Eqs. 4 to 8 for one sample, with Python's floats."""
+    """Eqs. 4 to 8 for one sample at p = 0.3, with Python's floats."""
     z, masks = x, []
     for layer, hidden in enumerate(net.hidden, 1):
         c = matvec(net.router.get_buffer(f"weight_{layer}"), z)
@@ -229,8 +229,8 @@ def test_ties_of_single_layers(ties, active):
 
 def test_networks_pass_their_backend_on():
     x = torch.randn(3, 7)
-    for softplus in ("softplus", "relu"):
-        net = model(0.5, activation=softplus, backend="reference")
+    for activation in ("softplus", "relu"):
+        net = model(0.5, activation=activation, backend="reference")
         with Operators() as seen:
             net(x).sum().backward()
             net.hidden[0](x, torch.randn(3, 12)).sum().backward()

@@ -184,7 +184,7 @@ def test_one_forbidden_row_among_tame_ones(target):
     assert not p[0, 1].any()
 
 
-@pytest.mark.parametrize("below", [50.0, 95.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
+@pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
     """Scores of any range, on both sides of each that decides between forms: exp(2 below) may exceed float64."""
     for n in (4,) if target.executed else (4, 12, 20):

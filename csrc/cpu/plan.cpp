@@ -40,8 +40,8 @@ struct Requests {
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
   // Calls each(token, choice, request, expert) for the requests of a chunk; request: its index in (T, K). With
-  // by_choice only the order within a choice matters. Then the chunk is walked in blocks of kVisitBlock tokens, choice
-  // by choice within a block, so that writes alternate between E addresses, not K E, and the inner loop is long.
+  // by_choice only the order within a choice matters, so the chunk is walked in blocks of kVisitBlock tokens, choice by
+  // choice within a block: writes alternate between E addresses, not K E, and the inner loop is long.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -90,8 +90,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
-  // Each count becomes the number of earlier requests to its expert: those of earlier chunks and, with by_choice, those
-  // of earlier choices in all chunks. `before` is the running sum, and at last the total: plan.requested.
+  // Each count becomes the number of earlier requests to its expert: those of earlier chunks; with by_choice,
+  // those of earlier choices in all chunks, and those of the same choice in earlier chunks. `before` is the running sum, and at last the total: plan.requested.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {

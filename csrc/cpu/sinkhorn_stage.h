@@ -14,7 +14,7 @@ namespace MOE_ISA {
 namespace {
 
 // Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. The
-// elements of u and v (sinkhorn_scaled.h) and the products u_i v_j are at most exp(range), so they are normal numbers.
+// elements of u and v (sinkhorn_scaled.h) and the products u_i v_j are at most exp(range), far below overflow.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 // The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, and all results are NaN.
@@ -66,7 +66,7 @@ template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
 
-  int64_t n, row;  // elements a row
+  int64_t n, row;  // rows and columns of a matrix; numbers from one row of `data` to the next
   Wide* data;
 
   Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
@@ -145,7 +145,7 @@ struct Stage {
   }
 
   // The form of each of `count` matrices: the cheapest that all its rows allow, so the row of the widest range decides.
-  // may_scale: false if only potentials are right. Padding must be within the range of its row.
+  // may_scale: false if only the logarithmic form is right. Padding must be within the range of its row.
   Forms<group> classify(double tau, bool may_scale, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -184,7 +184,7 @@ struct Stage {
   }
 };
 
-// One value for each row: if packed, a vector with one value for each matrix, else a number.
+// One value for each row: if packed, a vector with one value for each matrix of a Part, else a number.
 template <bool packed, class T>
 struct RowValues {
   T* data;

@@ -108,7 +108,7 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     Key* dz = static_cast<Key*>(dlogits) + t * num_experts;
     Wide mean = 0;
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
-    if (logits != nullptr && k > 0) {
+    if (logits != nullptr) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
       // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
       // difference of two logits has one rounding, however large they are.

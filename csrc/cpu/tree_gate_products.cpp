@@ -1,4 +1,5 @@
-// The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach.
+// The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach. A node
+// is saturated if its pre-activation is gamma / 2 or more in size. There are K trees (`trees`) and P features (`dim`).
 //
 // Below its first `levels` levels a tree is divided into branches of at most kColumns nodes and leaves. A branch
 // gathers the rows of x of the tokens that reach it. tree_gate_products_cpu.py computes the few nodes above the
@@ -19,7 +20,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 32;  // room of a branch: four levels of nodes and their leaves, at most 31 columns
+constexpr int64_t kColumns = 32;  // room of a branch: at most four levels of nodes and their leaves, 31 columns
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in the sums of the weights' gradient
 

@@ -131,7 +131,7 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
 }
 
 // Sets `chosen` to masks of the winners among this thread's elements of the edges. Ties of the head win first, ties of
-// the tail last. Subtracts the ties of the head from `needed`.
+// the tail last. Subtracts the ties of the head from `needed`. Edges, head, middle and tail: kwta_frame.h.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {
@@ -243,7 +243,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
         write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, position, (row.n + 31) & ~31);
       } else {
         shifted.template put<kVector>(winners, position);
-        // A ring is emptied of complete words; `finish` writes the word of the tail.
+        // A ring is emptied of complete words; `finish` writes the rest, with the tail's flags.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }

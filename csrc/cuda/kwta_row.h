@@ -118,8 +118,8 @@ struct Plain<float> {
 };
 
 // Chunk c of thread `rank` is vector c * size + rank of the row's middle. With CHUNKS > 0 chunks stay in registers;
-// with 0 they are read again in each pass. Edges stay in registers, EDGES elements of each in a thread; with 0 there
-// are none.
+// with 0 they are read again in each pass. Edges (kwta_frame.h) stay in registers, EDGES elements of each in a thread;
+// with 0 there are none.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -131,7 +131,7 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // registers hold elements, NaN outside the row; if false, keys, 0 outside the row
+  bool plain = true;  // registers hold elements, NaN where there is none; if false, keys, 0 where there is none
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 
@@ -150,7 +150,7 @@ struct Row {
     recompute(size);
   }
 
-  // The elements of one chunk as in memory, and zeros outside the row.
+  // The elements of one chunk as in memory, and zeros past the row's middle.
   __device__ void read(int position, uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int w = 0; w < kWords; w++) words[w] = 0;
@@ -172,7 +172,7 @@ struct Row {
     return kPerWord == 1 ? bits : (bits & 0xffffu) << 16 * (i % kPerWord);
   }
 
-  // Writes NaN, which reaches no threshold, outside the row.
+  // Writes NaN, which reaches no threshold, past the row's middle.
   __device__ void fill_outside(int position, uint32_t (&words)[kWords]) const {
     if (position < frame.middle) return;
 #pragma unroll
@@ -183,7 +183,7 @@ struct Row {
     const float value = Order::value(bits);
     return value == value ? Order::kZero + Order::key(bits) : Order::kNaN;
   }
-  // Converts words to keys, with 0 outside the row, which is below every threshold.
+  // Converts words to keys, with 0, which is below every threshold, past the row's middle.
   __device__ void make_keys(int position, uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
@@ -205,7 +205,8 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads the row. Returns sums of a sample of this thread's elements and of their squares; x is NaN if not plain.
+  // Reads the row. Returns sums of a sample of this thread's elements and of their squares;
+  // the first sum is NaN if the row is not plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;

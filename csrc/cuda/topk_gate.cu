@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
 
   // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice. This
   // difference of logits has one rounding, however large they are.
-  const bool dense = logits && k > 0;
+  const bool dense = logits != nullptr;  // then k > 0: the library answers k = 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {

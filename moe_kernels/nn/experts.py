@@ -30,7 +30,7 @@ class Experts(nn.Module):
 
     Autocast: as torch.nn.Linear. If autocast is on for the device of x, x and the parameters are cast to autocast's
     dtype, and the output has this dtype; gradients have the dtype of the parameters. As in torch, float64 is not cast.
-    Gate weights are not cast; rows are summed in float32.
+    Gate weights are not cast; rows are summed in float32, those of float64 in float64.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)

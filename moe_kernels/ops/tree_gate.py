@@ -97,9 +97,9 @@ def tree_gate(
 
     Gradient: to x, weights and biases, from gates and leaf_probs. It is finite on kernels; saturated nodes and leaves
     out of reach get exactly zero. "reference" divides by probabilities: if every leaf with weight is as unlikely as
-    1e-36, a gradient of 1e4 overflows there and becomes NaN. A token with NaN gates gets NaN or zero for each of its
-    nodes and leaves, and backends may differ in which. Differentiable once on kernels. Autocast: runs in the dtype of
-    its inputs. FLOPs (torch's counter): 2 T P K (2E - 1), the products; twice as many backward. On a GPU float32
+    1e-36, a gradient of 1e4 overflows there, to NaN or infinity. A token with NaN gates gets NaN or zero for each of
+    its nodes and leaves, and backends may differ in which. Differentiable once on kernels. Autocast: runs in the dtype
+    of its inputs. FLOPs (torch's counter): 2 T P K (2E - 1), the products; twice as many backward. On a GPU float32
     products are torch.mm's: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:

@@ -81,7 +81,7 @@ def _columns_near(
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
     """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n) has those of the last two
-    iterations, so t + 1 gives those of t - 1."""
+    iterations, as another thread may still read the earlier ones. t + 1 gives those of t - 1."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 

@@ -189,12 +189,11 @@ def topk_gate_bwd(
     if dlogits.numel():
         _check_experts(num_experts)
         blocks = _blocks(num_experts, k)
-        softmax_first = logits is not None and k > 0
-        source = dlogits if logits is None or k == 0 else logits
+        source = dlogits if logits is None else logits
         launch(
             _topk_gate_bwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
             grad, weights, experts, source, dlogits, source.stride(0), num_tokens, num_experts, k,
-            SOFTMAX_FIRST=softmax_first, **blocks,
+            SOFTMAX_FIRST=logits is not None, **blocks,
         )  # fmt: skip
     return dlogits
 
