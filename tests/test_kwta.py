@@ -224,6 +224,13 @@ def test_rows_that_start_anywhere(target, place):
         assert same_bits(torch.autograd.grad(y, given[1], given[2])[0], torch.where(mask, grad, 0))
 
 
+def test_values_that_begin_where_x_begins(target):
+    x = torch.randn(5, 64, device=target.device)
+    for values in (x, x[:1].expand(5, 64)):
+        y = mk.kwta(x, 30, values=values, backend=target.backend)
+        assert same_bits(y, torch.where(mk.kwta_mask(x, 30, backend="reference"), values, 0))
+
+
 def test_mask_of_rows_that_start_half_a_vector_apart(target):
     """Four elements of the bool mask are one 32-bit word, but 16 bytes of a 16-bit x are eight elements."""
     x = torch.randn(5, 68, device=target.device).bfloat16()

@@ -29,6 +29,7 @@ struct Problem {
   uint8_t* mask;
   int64_t rows;
   int n, k, ties;
+  bool other_values;  // values are not x
   // Rows of x, values and y have the same offset from a multiple of 16 bytes, and rows of x and mask from a multiple of
   // 4 elements.
   bool aligned;
@@ -169,7 +170,7 @@ template <class R, class Team>
 __device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
                              const Problem& p) {
   using Bits = typename R::Bits;
-  const bool reload = !row.plain || p.values != p.x;
+  const bool reload = !row.plain || p.other_values;
   uint32_t flags[2] = {};
   row.for_edges([&](int i, int side, int position) {
     const uint32_t wins = R::element(chosen[i / R::kPerWord], i);
@@ -192,7 +193,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
   using R = Row<T, CHUNKS, EDGES>;
   using Bits = typename R::Bits;
   constexpr int kVector = R::kVector, kPerWord = R::kPerWord, kWords = R::kWords;
-  const bool reload = !row.plain || p.values != p.x, aligned = !R::kEdges || p.aligned;
+  const bool reload = !row.plain || p.other_values, aligned = !R::kEdges || p.aligned;
   const uint32_t above = row.threshold(cut.above), tied = row.threshold(cut.above - 1);
   const int64_t start = index * p.n + row.frame.head;
   uint32_t* const bits = p.bits ? p.bits + index * ((p.n + 31) / 32) : nullptr;
@@ -457,6 +458,7 @@ cudaError_t kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* val
   Problem p{};
   p.x = x, p.x_stride = x_stride;
   p.values = values ? values : x, p.values_stride = values ? values_stride : x_stride;
+  p.other_values = p.values != x || p.values_stride != x_stride;
   p.y = y, p.bits = reinterpret_cast<uint32_t*>(bits), p.mask = mask;
   p.rows = rows, p.n = static_cast<int>(n), p.k = static_cast<int>(k), p.ties = ties;
   p.z = z;
