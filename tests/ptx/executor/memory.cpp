@@ -174,9 +174,10 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     T* place = reinterpret_cast<T*>(at[l]);
     if (shared) {
       bool defined;
-      SharedWord* word = nullptr;
-      if (at[l] + sizeof(T) <= launch.request.shared_bytes) word = &b.words[at[l] / launch.program.shared_grain];
-      if (word && word->lane == kLanes) word->write_clock = 0;  // atomics do not race with each other
+      for (u32 i = 0; i < sizeof(T) && at[l] + sizeof(T) <= launch.request.shared_bytes; i++) {
+        SharedWord& each = b.words[(at[l] + i) / launch.program.shared_grain];
+        if (each.lane == kLanes) each.write_clock = 0;  // atomics do not race with each other
+      }
       if (!launch.may_read_shared(b, w, r, l, at[l], sizeof(T), defined)) return Next::leave;
       if (!defined) launch.report(b, w, &r, l, "updates shared bytes that were never written");
       place = reinterpret_cast<T*>(&b.shared[at[l]]);
@@ -194,7 +195,9 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         for (const auto& [block, known] : released) b.known[block].merge(known);
         for (const auto& [block, known] : b.known) released[block].merge(known);
         Known own{w.clocks, std::vector<u32>(w.clocks.size(), kAll)};
-        own.lanes[w.id] = 1u << l;  // other lanes' writes come before it only by a barrier, which counts the clock up
+        // Of this warp's writes at the present clock, only this lane's surely precede its atomic. Earlier clocks ended
+        // at a barrier.
+        own.lanes[w.id] = 1u << l;
         released[b.index].merge(own);
       }
     }
