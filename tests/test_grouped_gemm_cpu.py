@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Target
 from inputs import at_the_end, padded
-from test_grouped_gemm import DTYPES, check, fenced, judged
+from test_grouped_gemm import DTYPES, check, fenced
 
 import moe_kernels as mk
 from moe_kernels.backends import cpu
@@ -16,13 +16,22 @@ from moe_kernels.backends.native import grouped_gemm_cpu
 from moe_kernels.verify import threads
 
 
-@pytest.mark.parametrize(("rows", "threads_of"), [(4096, 2), (40, 1), (40, 2)])
-def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
+@pytest.mark.parametrize("tiles", [False, True])
+def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
     """C++ divides only rows among threads: torch computes a large product of 40 rows if there are two threads."""
-    monkeypatch.setattr(cpu, "on_amd", True)
-    with threads(threads_of):
-        small = grouped_gemm_cpu.in_cpp(cpu, torch.float32, (1, 2048, 2048), rows)
-    assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)
+    monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
+    for dtype, size, rows, count, expected in (
+        (torch.float32, (1, 2048, 2048), 48, 2, True),
+        (torch.float32, (1, 2048, 2048), 47, 2, False),
+        (torch.float32, (1, 2048, 2048), 40, 1, True),
+        (torch.float32, (2, 2048, 2048), 40, 2, True),  # an expert for each thread
+        (torch.bfloat16, (2, 2048, 2048), 40, 2, not tiles),
+        (torch.bfloat16, (2, 256, 256), 64, 2, True),  # 2**21 multiply-adds
+        (torch.bfloat16, (2, 256, 256), 66, 2, not tiles),
+        (torch.float32, (0, 256, 256), 9, 2, True),
+    ):
+        with threads(count):
+            assert grouped_gemm_cpu.in_cpp(dtype, size, rows) == expected
 
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
@@ -89,7 +98,7 @@ def test_token_sums_do_not_depend_on_threads(dtype):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rows", [8, 800])  # by C++; by torch if it has bfloat16 products
+@pytest.mark.parametrize("rows", [8, 800])  # by C++; by torch if the processor has tiles
 def test_what_follows_a_product_follows_its_float32(rows):
     x, w_in, w_out = torch.zeros(rows, 512), torch.ones(2, 512, 256), torch.ones(2, 256, 16)
     x[:, :257] = 1  # the product is 257, not representable in bfloat16; 1 with the bias
@@ -169,9 +178,11 @@ def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
-def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
-    """Products by torch: grouped_mm if rows are multiples of 16 bytes and need no cast, else one for each expert."""
+@pytest.mark.parametrize("tiles", [False, True])
+def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
+    """Products by torch: in float32, or in bfloat16 where the processor has tiles for it."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     target = Target("cpu", "cpu", "cpu")
     for din, dout in ((16, 48), (33, 70)):
         for activation, gathered in ((None, False), ("swiglu", True)):
@@ -190,25 +201,3 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
         found.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
-    for skipped in (0, 1):  # equal shapes and strides, but grouped_mm needs aligned addresses
-        rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
-        got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
-        torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
-    """grouped_mm would pad rows of its result to 16 bytes, here 26 columns to 32 or 28, so it must not be used."""
-    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
-    target = Target("cpu", "cpu", "cpu")
-    weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)
-    rows, offsets = torch.randn(9, 8).to(dtype), torch.tensor([0, 4, 9])
-    assert mk.grouped_gemm(rows, weight, offsets, backend="cpu").is_contiguous()
-    leaves = {"x": rows, "w_in": torch.randn(2, 8, 26).to(dtype), "w_out": torch.randn(2, 26, 8).to(dtype)}
-    plan, weights = mk.make_plan(torch.tensor([0, 1] * 4 + [1])[:, None], 2), torch.rand(9, 1)
-
-    def call(backend="reference", **given):
-        weight_of_token = weights.to(given["x"].dtype)
-        return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
-
-    judged(target, dtype, call, call, leaves, torch.randn(9, 8), floor=2.0)

@@ -44,12 +44,6 @@ void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
-#if defined(__x86_64__)
-  m.attr("on_amd") = bool(__builtin_cpu_is("amd"));
-  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // has the instructions of moe/pairs.h
-#else
-  m.attr("on_amd") = m.attr("multiplies_pairs") = false;
-#endif
 #define BIND(op) bind(m, #op, {EACH_ISA(op)});
   MOE_CPU_OPS(BIND)
 #undef BIND

@@ -42,11 +42,6 @@ def _isa(name: str | None) -> int:
 
 isa: int = _isa(os.environ.get("MOE_KERNELS_CPU_ISA"))
 
-on_amd: bool = module.on_amd
-
-# Whether C++ multiplies bfloat16 itself, in pairs (csrc/include/moe/pairs.h).
-multiplies_pairs: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
-
 # With fewer elements, about 10 us of work, neither a second thread nor releasing the GIL pays.
 _SERIAL = 1 << 15
 

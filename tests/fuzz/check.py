@@ -30,26 +30,25 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
 
 EFFECT = 8.0
-WIDEST = cpu.isa, cpu.multiplies_pairs  # instruction set of the machine; has it products of bfloat16 pairs?
+WIDEST = cpu.isa  # instruction set of the machine
 
 
 def names(interpreted: bool = False) -> list[str]:
     """Kernels to test: "cpu" with each instruction set and, if `interpreted`, "triton" in its interpreter."""
-    return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST[0] + 1]] + ["triton"] * interpreted
+    return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST + 1]] + ["triton"] * interpreted
 
 
 @contextmanager
 def running(name: str) -> Iterator[str]:
     """Inside the block, backend "cpu" uses the instruction set in `name`; yields the name of the backend."""
     backend, _, isa = name.partition(" ")
-    before = cpu.isa, cpu.multiplies_pairs
+    before = cpu.isa
     try:
         if isa:
             cpu.isa = cpu.module.isas.index(isa)
-            cpu.multiplies_pairs = WIDEST[1] and isa == "avx512"
         yield backend
     finally:
-        cpu.isa, cpu.multiplies_pairs = before
+        cpu.isa = before
 
 
 def set_up_process() -> None:

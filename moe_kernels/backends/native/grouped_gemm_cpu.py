@@ -1,9 +1,6 @@
-"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch's library for large experts.
+"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch.mm where in_cpp says so.
 
-C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
-multiplications. torch's library is faster for large experts on Intel's processors. After its products C++ adds the bias
-and applies the activation; but torch adds the bias to products in 16 bits, and to products in the dtype of x if there
-is no activation and pre is not kept.
+After torch's products C++ adds the bias and applies the activation; but torch adds the bias to products in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,42 +11,33 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.backends import _addresses
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Largest expert, in multiply-adds, that C++ multiplies on every processor (but see SMALL_BFLOAT16). On an Intel
-# processor C++ is 1.1 to 1.3 times as fast as torch.mm up to 2**24, 0.8 times at 2**28 (float32, AVX-512, one thread).
-SMALL = 2**24
-# SMALL for bfloat16 if torch has instructions for it, except on AMD's processors if C++ has them too (in_cpp). C++ is
-# 1.2 to 2 times as fast at 2**20, 0.6 to 1.2 times at 2**22.
-SMALL_BFLOAT16 = 2**21
-# Fewest rows for each thread with which C++ multiplies large experts (in_cpp). With fewer rows torch.mm is faster: its
-# threads share the columns.
+# Largest expert, in multiply-adds, that C++ multiplies in any case: one thread needs some 50 us for it.
+SMALL = 2**21
+# Fewest rows for each thread with which C++ multiplies large experts. With fewer rows torch.mm is faster: its threads
+# share the columns.
 LEAST = 24
 # Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. With larger results separate
 # launches are better: each result is freed before the next one, which takes its memory without page faults.
 AT_ONCE = 2**20
 
 
-def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
+def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    C++ multiplies small experts everywhere. On AMD's processors, where torch's library runs generic code, it multiplies
-    all experts if every thread has an expert or LEAST rows: 1.2 times as fast in the median of 624 cases from 2**20 to
-    2**30 multiply-adds, below 0.97 times in three (Zen 4).
+    C++ multiplies small experts, and large ones if every thread has an expert or LEAST rows. It is then 1.2 times as
+    fast as torch in the median of 624 cases from 2**20 to 2**30 multiply-adds (Zen 4); on an Intel processor 1.1 to 1.3
+    times up to 2**24 and 0.8 times at 2**28 (float32, AVX-512). Large experts in bfloat16 are torch's where the
+    processor multiplies tiles of it (AMX), which C++ does not use.
     """
     num_experts, din, dout = size
-    multiply_adds = num_rows * din * dout / max(num_experts, 1)
-    in_pairs = native.on_amd and native.multiplies_pairs
-    if dtype is torch.bfloat16 and _torch_dtype(dtype) is dtype and not in_pairs:
-        return multiply_adds <= SMALL_BFLOAT16
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
-    return multiply_adds <= SMALL or (native.on_amd and enough)
+    return num_rows * din * dout <= SMALL * max(num_experts, 1) or (enough and not _in_tiles(dtype))
 
 
 def fwd(
@@ -58,10 +46,8 @@ def fwd(
     dtype, dout = x.dtype, weight.shape[2]
     num_rows = (x if row_token is None else row_token).shape[0]
     by_torch = None
-    if not in_cpp(native, dtype, weight.shape, num_rows):
+    if not in_cpp(dtype, weight.shape, num_rows):
         refuse_bad_rows(expert_offsets, x, row_token)
-        if not activation and not keep_pre and _torch_dtype(dtype) is dtype:
-            return _multiply_in_torch(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
         by_torch, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
     pre = _reuse_or_allocate(by_torch, dtype, num_rows, dout) if keep_pre else None
     width = dout // 2 if activation in GATED else dout
@@ -82,7 +68,7 @@ def bwd_weight(
     size = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dtype, (num_experts, din, dout) = x.dtype, size
     num_rows = (x if x_token is None else x_token).shape[0]
-    small = in_cpp(native, dtype, size, num_rows)
+    small = in_cpp(dtype, size, num_rows)
     if small:
         dweight = x.new_empty(size)
     else:
@@ -112,7 +98,7 @@ def hidden_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
-    large = not in_cpp(native, grad.dtype, weight.shape, pre.shape[0])
+    large = not in_cpp(grad.dtype, weight.shape, pre.shape[0])
     by_torch = _multiply_in_torch(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _reuse_or_allocate(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
     native.call(
@@ -137,7 +123,7 @@ def mlp(
     num_rows = plan[1].shape[0] if experts is None else num_tokens * k
     if num_rows * (hidden + dout) * x.itemsize > AT_ONCE:
         return None
-    if not all(in_cpp(native, dtype, each.shape, num_rows) for each in (w_in, w_out)):
+    if not all(in_cpp(dtype, each.shape, num_rows) for each in (w_in, w_out)):
         return None
     scratch = None
     if experts is not None:
@@ -158,7 +144,7 @@ def mlp(
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype))
-    large = not in_cpp(native, rows.dtype, weight.shape, rows.shape[0])
+    large = not in_cpp(rows.dtype, weight.shape, rows.shape[0])
     by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
     native.call(
         "grouped_gemm_norms", _work(rows.shape[0], weight.shape),
@@ -211,20 +197,15 @@ def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tens
     torch adds the bias to products in 16 bits, before it rounds them: a bias added after rounding may cancel most of
     the product, and the rounding error would stay.
     """
-    added = bias if x.itemsize == 2 and _torch_dtype(x.dtype) is x.dtype else None
+    added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
 
 def _multiply_in_torch(x, weight, expert_offsets, row_token, bias) -> Tensor:
     """(R, Dout): the rows of each expert times its weight, by torch; zeros in unused rows."""
     rows, dtype = _gathered(x, row_token), _torch_dtype(x.dtype)
-    sizes = _sizes(expert_offsets, rows.shape[0])
-    if bias is None and _takes_grouped_mm(rows, weight):
-        out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
-        if sizes[-1]:
-            out[-sizes[-1] :].zero_()
-        return out
     out = x.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
+    sizes = _sizes(expert_offsets, rows.shape[0])
     *results, unused = out.split(sizes)
     unused.zero_()
     biases = repeat(None) if bias is None else bias.unbind()
@@ -238,48 +219,22 @@ def _multiply_in_torch(x, weight, expert_offsets, row_token, bias) -> Tensor:
 
 def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> Tensor:
     """(E, Din, Dout): x^T grad over the rows of each expert, by torch."""
-    if _takes_grouped_mm(x, grad):
-        return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
     dtype, sizes = _torch_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
     out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
     for x_e, grad_e, out_e in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
-        if dtype == x.dtype:
-            torch.mm(x_e.t(), grad_e, out=out_e)
-        else:
-            out_e.copy_(x_e.to(dtype).t() @ grad_e.to(dtype))
+        out_e.copy_(x_e.to(dtype).t() @ grad_e.to(dtype))
     return out
 
 
-def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
-    """Whether torch has grouped_mm and it takes these tensors.
-
-    One call replaces one torch.mm for each expert: 0.85 of the time at 2**20 multiply-adds of an expert, 0.95 at 2**23.
-    The first condition: grouped_mm pads rows of its result to 16 bytes, but callers need contiguous rows.
-    """
-    return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
-        _in_vectors(each.dtype, each.shape, each.stride()) and _addresses.aligned(each, 16) for each in (rows, columns)
-    )
-
-
-def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor meets grouped_mm's conditions: a dtype that torch multiplies without a cast, not float64;
-    not empty; each matrix row- or column-major, with rows or columns that begin at multiples of 16 bytes."""
-    if not hasattr(F, "grouped_mm") or dtype != _torch_dtype(dtype) or dtype == torch.float64 or 0 in shape:
-        return False
-    *batch, row, column = strides
-    width = shape[-1]
-    if column != 1:
-        row, column, width = column, row, shape[-2]
-    return column == 1 and row >= width and all(stride * dtype.itemsize % 16 == 0 for stride in (*batch, row))
-
-
 @cache
+def _in_tiles(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies tiles of this dtype, and so torch.mm."""
+    return dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+
+
 def _torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies fastest: float16 takes a hundred times as long as float32, and bfloat16 four
-    times as long on a CPU without instructions for it.
-    """
-    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
-    return torch.float32 if slow else dtype
+    """The dtype in which torch multiplies: without tiles, 16 bits take 4 to 100 times as long as float32."""
+    return torch.float32 if dtype.itemsize == 2 and not _in_tiles(dtype) else dtype
 
 
 def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
