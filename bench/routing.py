@@ -27,7 +27,7 @@ SHAPES = {
 def logits(shape: Shape, device: str) -> Tensor:
     """Logits (T, E): the K largest of a row are K draws without replacement (Gumbel) from a distribution over experts.
 
-    zipf: probability ~ rank^-1.2. adversarial: one expert gets half, a quarter of the experts get nothing.
+    zipf: probability ~ rank^-1.2. adversarial: one expert has probability 1/2, the last quarter of the experts has 0.
     """
     experts = shape["E"]
     share = torch.ones(experts)
@@ -70,7 +70,7 @@ def _plan(inputs: Inputs, backend: str) -> object:
 
 
 def _torch_plan(inputs: Inputs) -> object:
-    """The plan's arrays from torch's sort: first all first choices, then all second choices."""
+    """The plan's arrays from torch's stable sort. An expert's first choices come before its second choices."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
     requested = experts.T.flatten()
@@ -149,7 +149,7 @@ ENTRIES = {
     ),
     "make_plan": _entry(
         _plan,
-        "no_grad",  # no leaves, so no input has this name
+        "unused",  # the name of the gradient, which an entry without leaves does not have
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),

@@ -28,11 +28,11 @@ def blocks_with_experts(side, **changed):
 @pytest.mark.parametrize(
     ("side", "changed", "blocks"),
     [
-        ("vmoe", {}, [3, 5]),  # last-2: the last two of every second block
+        ("vmoe", {}, [3, 5]),  # of every second block (1, 3, 5) the last two: V-MoE's "last-2"
         ("e3", {}, [3, 5]),
-        ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # every-2
+        ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2"
         ("bpr", {"moe_every": 1, "moe_layers": 1}, [5]),
-        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # paper 002
+        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # the sparse ViT of paper 002
         ("token_choice", {"moe_layers": 0}, []),
         ("matched", {}, []),
     ],
@@ -47,7 +47,7 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
-    assert sparse <= matched < 1.2 * sparse  # the width grows by one head at a time
+    assert sparse <= matched < 1.2 * sparse  # the width grows in steps of 2, the number of heads
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
@@ -138,7 +138,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """Gives the predictions of evaluating all nodes with the FLOPs of one path: 4 nodes and a leaf for 16 experts."""
+    """route=False evaluates all 15 nodes and 16 leaves. One path has 4 nodes and a leaf, and predicts the same."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
@@ -151,7 +151,7 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # of one task
-    combine = 2 * 256 * (16 - 2)  # sums a token's 16 slots, or one of each of the 2 tasks
+    combine = 2 * 256 * (16 - 2)  # of one task: rows of width 256, 16 for a token, or 2 (one of each task)
     assert many - few == 2 * (gate + combine)
 
 

@@ -4,7 +4,8 @@ Nothing is downloaded, and no file can run code: the reader of pickles accepts o
 containers.
 
 Images are float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1, the public COMET code's
-Normalize(0.5, 0.5)), labels int64 (n,); text is bytes; ratings are rows of user, movie, watched and rating.
+Normalize(0.5, 0.5)), labels int64 (n,). Text is uint8 indices into the bytes of its vocabulary.
+A table is x and y, float32. Ratings are rows of user, movie, watched and rating.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def load(name_or_path: str | Path) -> Dataset:
                         is text: 90 % train, 5 % validate, 5 % test
 
     Raises:
-        ValueError: there is no such path, no set or several sets there, or a file has contents that its name excludes.
-        ImportError: scikit-learn, numpy or Pillow is missing.
+        ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.
+        ImportError: what the set needs is missing: scikit-learn (digits), scipy (SVHN, SARCOS), numpy or Pillow (JPEG).
     """
     if str(name_or_path) == "digits":
         return images.digits()

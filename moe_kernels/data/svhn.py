@@ -35,11 +35,12 @@ def load(place: Path) -> Images:
 
 
 def load_with_mnist(place: Path) -> Images:
-    """MNIST and SVHN as one set, as paper 001 mixes them. The paper draws its parts of SVHN from all three files.
+    """MNIST and SVHN as one set, as paper 001 mixes them.
 
-    The test set is a fixed random 11.9 % of SVHN and MNIST's test images: 75,000 and 10,000 with extra_32x32.mat. The
-    paper does not say how the sizes are made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes
-    three equal colours. The paper validates on 85,000 images; recipes take a tenth of the training set (--choose best).
+    The test set is MNIST's 10,000 test images and a fixed random 11.9 % of the images of all of SVHN's files (75,000
+    with extra_32x32.mat): the paper, too, draws its test images from all three files. It does not say how the sizes are
+    made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes three equal colours. The paper validates
+    on 85,000 images; recipes take a tenth of the training set (--choose best).
     """
     x, y = (torch.cat(each) for each in zip(*_parts(place).values(), strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(SEED))

@@ -23,7 +23,7 @@ SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so padding n
 
 
 class NeuronImportance:
-    """Importance I (hidden) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
+    """Importance I (neurons) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
     a sample's loss must depend on its own rows alone. Biases do not count. With pre = fc1(x), b the bias of fc1, h the
@@ -61,7 +61,7 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Adds x (less the bias) times its gradient to the importance, once the gradient of x is computed."""
+        """Computes one of the two terms of I when the gradient of x is known; after the second term adds to `value`."""
         if not x.requires_grad:
             return
 
@@ -80,7 +80,7 @@ class NeuronImportance:
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
     """The neurons of every expert, int64 in the order of their importance: `share` common ones, then its own.
 
-    An expert gets at most `hidden` neurons. If the neurons that are not common do not divide by num_experts, the last
+    An expert gets at most `hidden` neurons. If num_experts does not divide the number of the other neurons, the last
     experts may get one neuron less.
 
     Example:
@@ -105,7 +105,7 @@ def split_ffn(
         activation: "relu", "gelu", "silu" or "tanh".
 
     MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. For a token with one expert
-    of weight 1 that is the same as long as the LayerNorms of a layer's experts are equal, as they are at the start.
+    of weight 1, the results are the same while the LayerNorms of MoEBERT's experts are equal, as at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

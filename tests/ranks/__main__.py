@@ -28,9 +28,10 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Group:
-    """n ranks, which run one check after another until one fails.
+    """`size` ranks, which run checks.
 
-    distributed: False if each check makes its own process group, as under torchrun.
+    distributed: the ranks share a process group and run one check after another until one fails. If False, they run one
+    check, which makes the process group itself, as under torchrun.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:

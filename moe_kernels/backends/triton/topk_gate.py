@@ -2,8 +2,8 @@
 highest, -0 == +0). Every four neighbours are sorted once; a choice is the largest of the first keys of all fours.
 
 A key of 16 bits and its expert share an integer (PACKED), so a choice is one maximum; of equal keys the lower expert's
-integer is larger. With keys of 32 bits a choice is a maximum of keys, then a minimum over the experts with that key. A
-warp computes each in one instruction; a maximum of 64 bits would take 25.
+integer is larger. With keys of 32 bits a choice is a maximum of keys, then a minimum over the experts with that key:
+two reductions of 32 bits, for which a warp has an instruction, but not for 64 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
-TILE = 1024  # logits of a program, 8 a thread
+TILE = 1024  # logits of a program; it has at least one row, which may be longer
 LONGEST = 16384  # experts that a program holds
 
 
@@ -39,7 +39,10 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged."""
+    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged.
+
+    If PACKED, the keys contain their experts, and e and next_e are not used.
+    """
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -71,7 +74,7 @@ def _topk_gate_fwd(
         keys = (keys << 16) | (BLOCK_E - 1 - e)
     keys0, keys1, keys2, keys3 = _fours(keys)
     e0, e1, e2, e3 = _fours(tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)))
-    # Each thread sorts its four once. Only neighbours are compared, so that equal keys stay ordered by expert.
+    # Every four is sorted once, in a thread. Only neighbours are compared, so that equal keys stay ordered by expert.
     keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
     keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
     keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
@@ -119,7 +122,7 @@ def _topk_gate_bwd(
     grad_ptr,  # (T, K) contiguous
     weights_ptr,  # (T, K) contiguous
     experts_ptr,  # (T, K) contiguous
-    logits_ptr,  # (T, E); not read unless SOFTMAX_FIRST
+    logits_ptr,  # (T, E); only read if SOFTMAX_FIRST
     dlogits_ptr,  # (T, E) contiguous
     stride_logits_T, T, E, K,
     SOFTMAX_FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -133,8 +136,8 @@ def _topk_gate_bwd(
     weights = tl.load(weights_ptr + token[:, None] * K + k, mask=inside_k, other=0.0)
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
-        # The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice. This
-        # difference of logits has one rounding, however large they are.
+        # The probability of expert e is w_0 exp(z_e - z_0), where z_0 and w_0 are the logit and weight of the first
+        # choice. The difference is rounded once, so its relative error is the same for large logits.
         first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
         highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
         scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)
