@@ -13,10 +13,14 @@ NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 PROT_NONE = 0
 
 
-def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Tensor:
-    """x as a view of a tensor that holds `fill` on all sides of its last two dimensions."""
-    whole = x.new_full((*x.shape[:-2], x.shape[-2] + 2 * margin, x.shape[-1] + 2 * margin), fill)
-    view = whole[..., margin:-margin, margin:-margin]
+def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
+    """x as a view of a tensor that holds `fill` on all sides of its last two dimensions.
+
+    Starts and strides of its rows are multiples of 16 bytes, also if their length is none.
+    """
+    rows, columns = x.shape[-2:]
+    whole = x.new_full((*x.shape[:-2], rows + 6, columns // 8 * 8 + 24), fill)
+    view = whole[..., 3 : 3 + rows, 8 : 8 + columns]
     view.copy_(x)
     return view
 

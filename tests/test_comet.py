@@ -308,7 +308,10 @@ def test_utilisation_is_a_count_independent_of_batches():
     net, x = model(0.3), torch.randn(50, 7)
     masks = net.masks(x)
     whole, parts, merged = Utilisation().update(masks), Utilisation(), Utilisation()
-    for chunk in x.split(7):
+    first = Utilisation().update(net.masks(x[:7]))
+    merged.merge(first)
+    parts.update(net.masks(x[:7]))
+    for chunk in x[7:].split(7):
         parts.update(net.masks(chunk))
         merged.merge(Utilisation().update(net.masks(chunk)))
     expected = [[sum(m[b][i] for b in range(50)) / 50 for i in range(m.shape[1])] for m in masks]
@@ -316,6 +319,7 @@ def test_utilisation_is_a_count_independent_of_batches():
     for counted in (whole, parts, merged):
         assert counted.samples == 50
         assert [share.tolist() for share in counted.share()] == expected
+    assert [share.tolist() for share in first.share()] == [m[:7].double().mean(0).tolist() for m in masks]
     flat = [share for layer in expected for share in layer]
     summary = whole.summary()
     assert summary["dead"] == flat.count(0.0)

@@ -462,6 +462,9 @@ def test_padded_and_back():
     assert torch.equal(back[:used], rows[:used])
     assert not back[used:].any()
     assert not plan.from_padded(torch.ones_like(padded))[used:].any()
+    assert not plan.from_padded(torch.full_like(padded, torch.nan))[used:].any()
+    nans = plan.to_padded(torch.full_like(rows, torch.nan), 3)
+    assert torch.equal(nans.isnan(), padded != 0)  # empty slots are zeros, whatever the rows hold
     slots = (
         torch.arange(used)
         - plan.expert_offsets[plan.slot_expert[plan.row_token[:used].long(), plan.row_choice[:used].long()].long()]
