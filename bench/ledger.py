@@ -37,7 +37,7 @@ _KERNELS = {
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so it
 # changes with each new one, and the kernels do not.
 _INCLUDED = re.compile(
-    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.(?:triton|native)\.(\w+) import', re.MULTILINE
+    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.((?:triton\.|native\.)?\w+) import', re.MULTILINE
 )
 
 
@@ -75,9 +75,10 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
         if path.parent == native:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module in _INCLUDED.findall(path.read_text()):
-            places = (
-                (path.parent / f"{module}.py",) if module else (path.parent / header, root / "csrc/include" / header)
-            )
+            if module:
+                places = (root / "moe_kernels/backends" / f"{module.replace('.', '/')}.py",)
+            else:
+                places = path.parent / header, root / "csrc/include" / header
             left += [place for place in places if place.is_file() and place not in found]
     return sorted(found)
 

@@ -81,7 +81,7 @@ class RoutingPlan:
     @property
     def imbalance(self) -> Tensor:
         """Requests of the busiest expert over the mean of all, a float32 scalar: 1 is balance, E is collapse."""
-        return self.requested.max() * self.num_experts / self.requested.sum().clamp(min=1)
+        return self.requested.max().long() * self.num_experts / self.requested.sum().clamp(min=1)
 
     @property
     def slot_expert(self) -> Tensor:

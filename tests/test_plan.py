@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -124,6 +125,8 @@ def test_the_docstring_example(target):
     assert (uneven.imbalance, uneven.dropped_share) == (1.5, 0.5)
     none = mk.make_plan(torch.full((2, 1), -1), 3)
     assert none.dropped_share == none.imbalance == 0
+    busy = dataclasses.replace(uneven, requested=torch.tensor([2**31 - 1, 0], dtype=torch.int32))
+    assert busy.imbalance == 2
 
 
 def test_capacity_rounds_as_v_moe_does():
