@@ -1,1 +1,1 @@
-"""python -m bench: every operation against its peers and the machine's own ceilings; keeps and shows the results."""
+"""python -m bench: measures every operation beside its peers and this machine's ceilings, and reports the results."""

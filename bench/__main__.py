@@ -91,7 +91,7 @@ def run_command(
     _describe_machine()
     rows = list(_verify(op, backend))
     _exit_if_idle(backend, rows)
-    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # even if verifying took all
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # at least a third
     result = _measure(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
@@ -136,7 +136,7 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # building and drawing come on top
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # without building and drawing
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
@@ -196,7 +196,7 @@ def profile_command(
 def tiles_command(
     out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
 ) -> None:
-    """Times every tile of Triton's grouped GEMM at the aims' shapes. Compiling takes minutes. Needs a GPU."""
+    """Times every tile of Triton's grouped GEMM at the few shapes of set "aims". Takes minutes. Needs a GPU."""
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)
@@ -302,7 +302,7 @@ def _request(
 
 
 def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Results by row in the order of the operations; those of GPU kernels include `checks.kernel_checks`."""
+    """Verified rows in the order of the operations, each with its `checks.kernel_checks` (empty for CPU kernels)."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
@@ -338,7 +338,7 @@ def _measure_and_check(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Measures and, with `proof`, on a GPU runs the test suite and the sanitizers; measuring gets 3/5 of the time.
+    """Measures; with `proof`, on a GPU, then runs the test suite and the sanitizers, which get 2/5 of the time.
 
     The result is written repeatedly, as the GPU may be gone before the last figure.
     """

@@ -147,7 +147,7 @@ print(checks.MARKER + json.dumps([dataclasses.asdict(row), found]))
 def verify_all(
     ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
 ) -> dict[Row, dict[str, str]]:
-    """Verifies operations on backends in every dtype: rows with their `kernel_checks`, which `small` leaves out.
+    """Verifies operations on backends in every dtype: rows with their `kernel_checks` (empty if `small`).
 
     Each operation, backend and dtype has its own process, since after a fault on a GPU all later calls of a process
     fail. Several processes run at a time, since Triton compiles some 1170 kernels, in 0.3 to 1 s each.
@@ -171,7 +171,7 @@ def verify_all(
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
-        marked = [line for line in lines if line.startswith(MARKER)]  # libraries may print before and after it
+        marked = [line for line in lines if line.startswith(MARKER)]  # libraries may print other lines
         if status != 0 or not marked:
             append_log(log, " ".join(arguments), text)
             note = f"its process ended with status {status}: {lines[-1]}"
@@ -188,7 +188,7 @@ def verify_all(
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
     """Runs the test suite; its tests of Triton and CUDA kernels use the GPU if there is one.
 
-    If seconds are limited, only the tests of those kernels run, and the log has the verdict of every test.
+    If seconds are limited, only these tests run; if they do not all pass in time, the log has each test's verdict.
     """
     workers = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
     selection = ["-v", "-k", GPU_TESTS] if seconds is not None else ["-q"]
@@ -223,7 +223,7 @@ def verdict(status: int | None, text: str) -> str:
 
 
 def run_captured(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
-    """Runs a command; returns its status, None if it ran out of time, and its output."""
+    """Runs a command; returns its status (None if it ran out of time) and its output."""
     # The command gets its own session, so that its child processes (workers, a sanitizer's target) are killed with it.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
     with tempfile.TemporaryFile() as printed:
@@ -248,7 +248,7 @@ def append_log(log: Path | None, title: str, text: str) -> None:
 
 
 def cores() -> int:
-    """Number of cores that this process may use: the container's, not the host's."""
+    """Number of cores on which this process may run; the host may have more."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -72,7 +72,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel: a shape of the bench's set "aims", and shapes that take other code."""
+    """At least one case for every GPU kernel: a shape of the bench's set "aims", and shapes that run other code."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
@@ -188,7 +188,7 @@ def executor() -> Iterator[Any]:
     Yields tests/ptx's module `session`.
 
     Raises:
-        NoExecutor: no tests/ptx here, Triton missing or imported for interpretation, or no compiler of CUDA.
+        NoExecutor: no tests/ptx here, Triton imported with TRITON_INTERPRET=1, or no nvcc. ImportError: no Triton.
     """
     tests = ledger.ROOT / "tests"
     if not (tests / "ptx" / "executor").is_dir():
@@ -262,7 +262,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """Date and digest of the sources of operations and backends that `moe_kernels.verify` passes in all dtypes run."""
+    """operation -> backend -> date and digest of the sources, if `moe_kernels.verify` is "ok" in every dtype run."""
     from moe_kernels import verify
 
     with executor():

@@ -98,7 +98,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
-        # A figure with these measurements has the last key. Others may be missing: not every device reports them.
+        # Rows are figures with the last column's key. Other keys may be missing: not every device reports them.
         found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
             parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]
@@ -136,7 +136,7 @@ def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
         curve = [each for each in entry["curves"] if each["setting"] == setting]
         first, last = curve[0], curve[-1]
-        # Least possible times, times 100; the factor cancels in their ratio, the growth of the work.
+        # 100 times the least possible time of each shape; their ratio is the growth of the work.
         floors = [each["us"] * each["ceiling_percent"] for each in (first, last)]
         key = (entry["operation"], entry["backend"], first["dtype"], setting)
         growth = (f"x{last['us'] / first['us']:.3g}", f"x{floors[1] / floors[0]:.3g}")

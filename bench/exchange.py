@@ -53,7 +53,7 @@ class Size:
 class Line:
     """Median seconds of a forward pass and of a training step. sent: bytes that rank 0 sends in a training step.
 
-    predicted: these bytes by bench.exchange_model, or None.
+    predicted: the same bytes by bench.exchange_model; None if it has no model of the contender.
     """
 
     ranks: int
@@ -67,7 +67,7 @@ class Line:
 class TrafficCounter(TorchDispatchMode):
     """Counts this rank's all-to-alls, all-gathers and reduce-scatters, and the bytes that it sends in them.
 
-    A reduce-scatter sends as many as in a ring.
+    A reduce-scatter over n ranks counts (n - 1) / n of its input, as in a ring.
     """
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so it
-# changes with each new one, and the kernels do not.
+# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
+# new operation changes it, but not the kernels.
 _INCLUDED = re.compile(
     r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.((?:triton\.|native\.)?\w+) import', re.MULTILINE
 )
@@ -46,7 +46,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files, named after the operation or after another operation that shares its file."""
+    """The kernels' files, named after the operation or after the operation in whose file it is."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -57,10 +57,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the operation's file in moe_kernels/ops, the kernels, and the files that these include or import. For C++
-    and CUDA also the Python that calls the kernels, since it has thresholds and sizes; if it imports another
-    operation's Python, the kernels of that operation belong to the sources too. Excludes *_cuda.py for cpu and *_cpu.py
-    for cuda.
+    These are the operation's file in moe_kernels/ops, the kernels, the headers that they include and the modules of
+    their folder that they import. For C++ and CUDA also the Python that calls the kernels, since it has thresholds and
+    sizes; if it imports another operation's Python, also the kernels of that operation. Excludes *_cuda.py for cpu and
+    *_cpu.py for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -190,7 +190,7 @@ def executed(op: str, backend: str, root: Path = ROOT) -> str:
 
 
 def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROOT) -> None:
-    """Stores the operations and backends that were verified on the executor."""
+    """Stores the operations and backends whose PTX agreed with the definition (`counting.verified`)."""
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -243,12 +243,12 @@ def _failed(job: Job, why: str, found: Found | None = None) -> Found:
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name, and more figures of each kernel."""
+    """Samples of kernels, peers and memcpy by name; memory and, on a GPU, launch time and telemetry of each kernel."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
-        source = torch.zeros(size // 2, dtype=torch.uint8, device=job.device)
         # The copy reads half of the least bytes and writes the other half.
+        source = torch.zeros(size // 2, dtype=torch.uint8, device=job.device)
         return {**entry.inputs(job.shape, job.dtype, job.device), MEMCPY: (source, torch.empty_like(source))}
 
     before = torch.cuda.memory_allocated()  # 0 without a GPU

@@ -68,7 +68,7 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
 
 
 def _handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's GPU 0, which need not be NVML's first GPU; of the latter if torch gives no uuid."""
+    """NVML's handle of torch's GPU 0, by its uuid, as NVML may number GPUs otherwise; NVML's GPU 0 without a uuid."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -91,7 +91,7 @@ def _pot(inputs: Inputs) -> object:
 
     log_k = inputs["leaf"] / inputs["tau"]
     options = {"max_iter": inputs["R"], "tol": 0.0, "grad": "autodiff"}
-    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]  # its rows sum to 1 / n
+    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]  # POT's rows sum to 1 / n
 
 
 @peer("dispatch", "megablocks gather", "megablocks", device="cuda")

@@ -3,8 +3,8 @@
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    instructions of all warps, at 4 per cycle and multiprocessor. They are counted in PTX; static counts show
-             1.3 times as many in SASS for integer code and 0.9 times for products; a prediction shows its factor
+    issue    instructions of all warps, at 4 per cycle and multiprocessor: the count of PTX instructions times a factor
+             to SASS from static counts, 0.9 for kernels with matrix instructions and 1.3 for others
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.

@@ -119,7 +119,7 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
         profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        # From the start, --launch-count would count the launches that prepare inputs and measure ceilings.
+        # Profiling starts off: else --launch-count would also count launches that prepare inputs and measure ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
         command = [program, *options, "--export", str(out), *profile_again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")

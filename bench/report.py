@@ -30,8 +30,8 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
     A cell is the range over the shapes of the speed relative to the fastest PyTorch composition (a peer with a name
-    that begins with "torch"), on a GPU also of the percentage of the ceiling. On a CPU only the first setting measured
-    is shown: by default one thread.
+    that begins with "torch"); on a GPU also the range of the percentage of the ceiling. On a CPU only the first setting
+    measured is shown: by default one thread.
     """
     parts = []
     for result in results:

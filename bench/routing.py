@@ -94,7 +94,7 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 def _bytes(forward: Any, backward: Any) -> Any:
     """least_bytes of an entry. forward, backward: functions of T, D, E and K that return the numbers of elements and of
-    4-byte indices which this pass reads and writes."""
+    4-byte indices that the pass reads and writes."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -149,7 +149,7 @@ ENTRIES = {
     ),
     "make_plan": _entry(
         _plan,
-        "unused",  # the name of the gradient, which an entry without leaves does not have
+        "unused",  # in place of the gradient's name: without leaves there is no gradient
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),

@@ -17,8 +17,8 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# Models of the sets "aims": one of many narrow experts; one with fewer; one with experts larger than L2 (W_in of an
-# expert: 117 MB in bfloat16).
+# Models of the sets "aims": one with many narrow experts, one with fewer, and one with experts larger than L2 (W_in of
+# an expert: 117 MB in bfloat16).
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
@@ -40,5 +40,5 @@ def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
 
 
 def fewer_tokens(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with rows of at most 2^25 elements (128 MB), since a call at full size would take seconds."""
+    """The shape; on a CPU with at most 2^25 elements in the rows (T K, D), as full size would take seconds."""
     return {**shape, "T": min(shape["T"], 2**25 // (shape["K"] * shape["D"]))} if device == "cpu" else shape

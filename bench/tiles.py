@@ -1,6 +1,6 @@
-"""Times the tiles of the grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does, at the shapes of the aims.
+"""Times the tiles of the grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does, at the shapes of set "aims".
 
-The default tiles are predicted by arithmetic (see _grouped_configs); these measurements confirm or correct them.
+The default tiles were chosen by arithmetic (see _grouped_configs); these measurements confirm or correct them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def timings(shape: Shape, activation: str) -> list[Line]:
 
 
 def sweep() -> Iterator[list[Line]]:
-    """`timings` of the aims' shapes with uniform routing; if a shape's tiles make the GPU unusable, a line says so."""
+    """`timings` of the shapes of set "aims" with uniform routing; if a shape fails, one line with the error."""
     with Worker() as worker:
         for shape in SHAPES["aims"]:
             for activation in ("swiglu", "gelu"):

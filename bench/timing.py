@@ -73,7 +73,7 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that measures one sample: the seconds of a call, averaged over as many as fit into SAMPLE_SECONDS."""
+    """A function that measures one sample: the mean seconds of as many calls as fit into SAMPLE_SECONDS."""
 
     def once() -> float:
         start = clock()
@@ -150,8 +150,8 @@ def launchers(
 ) -> dict[str, Callable[[], object]]:
     """For every call a function that runs it on each of `input_sets`: a CUDA graph, or launches for names in `eager`.
 
-    The sets together exceed the L2 cache (see sets_for), and each keeps its output until the capture ends, so that no
-    call finds its data in the cache.
+    So that no call finds its data in the L2 cache, the sets together should be larger (see sets_for), and every output
+    is kept until the capture ends.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
@@ -160,7 +160,7 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Number of input sets: together three times L2, 2 to 64.
+    """Number of input sets, from 2 to 64, so that one call for each moves three times the size of L2, if limits allow.
 
     bytes_per_call: least bytes of a call, up to 4 GiB over all sets. held: allocated bytes of a set, up to 16 GiB over
     all sets. Both limits leave at least two sets.
@@ -225,7 +225,7 @@ def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int
 def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
     """Measured ceilings of this machine: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
 
-    On a CPU the copy moves 16 MB, like the bench's shapes, and float16 has no product, as torch has no library for it.
+    On a CPU the copy moves 16 MB, like the bench's shapes, and float16 has no product, as torch's is slow.
     """
     on_gpu = device == "cuda"
     size, side = (2**29, 8192) if on_gpu else (2**23, 1024)

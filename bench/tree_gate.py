@@ -9,7 +9,7 @@ import python_ref.tree_gate as reference
 from bench.entry import Inputs, Shape, entry
 
 LEAVES = ("x", "split_weight", "leaf_weight")
-SATURATED = 1e-6  # gamma; pre-activations are near 1 in size
+SATURATED = 1e-6  # a gamma far below the pre-activations, which are near 1 in size
 
 
 def _shape(tokens: int, dim: int, experts: int, trees: int) -> Shape:

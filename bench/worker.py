@@ -24,7 +24,7 @@ class WorkerLost(RuntimeError):
 class Worker:
     """Another process: worker(function, *args, seconds=...) returns function(*args) computed there, all pickled.
 
-    A call that raises nothing but leaves the GPU unusable raises WorkerLost too: its result cannot be trusted.
+    If a call returns but leaves the GPU unusable, WorkerLost is raised: its result cannot be trusted.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Routing plans, by definition: requests are sorted by expert, stably; each expert keeps its first `capacity` requests.
 
 A request is a choice of a token that names an expert. `make_plan` covers GShard, Switch, V-MoE (paper 003) and V-MoE's
-Batch Prioritized Routing; `plan_expert_choice` and `plan_priority` are two routings that paper 002 compares.
+Batch Prioritized Routing; `plan_expert_choice` and `plan_priority` are routings of the sparse ViT (paper 002).
 """
 
 from typing import NamedTuple

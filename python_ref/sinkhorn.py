@@ -84,7 +84,7 @@ def _iterate(log_p: Tensor, ratios: list[float], sums: list[Tensor], tolerance: 
 
 
 def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
-    """(...): whether all row and column sums are within tolerance of `sums`. Empty rows and columns do not count."""
+    """(...): whether all row and column sums are within tolerance of `sums`. Rows and columns of zeros do not count."""
     inside = torch.ones(log_p.shape[:-2], dtype=torch.bool, device=log_p.device)
     for dim, expected in zip((-1, -2), sums, strict=True):
         empty = (log_p == -torch.inf).all(dim)
@@ -99,7 +99,7 @@ def _log_sum(log_p: Tensor, dim: int) -> Tensor:
 
 
 def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
-    """Raises ValueError if a row sum of p (..., n, n) is wrong: the implicit gradient holds at a fixed point only."""
+    """Raises ValueError if a row sum of p (..., n, n) is off by more than RESIDUAL: p is then no fixed point."""
     error = (p.double().sum(-1) - rows).abs()
     if not bool((error <= RESIDUAL).all()):
         worst = float(error.nan_to_num(nan=torch.inf).max())

@@ -13,7 +13,7 @@ def topk_gate(
 ) -> tuple[Tensor, Tensor]:
     """logits (T, E) -> weights (T, K) and experts (T, K), by descending logit; of equal logits the lower expert first.
 
-    Logits decide also where softmax comes first, since softmax may round different logits to equal probabilities.
+    "softmax_topk" too selects by logits, since softmax may round different logits to equal probabilities.
     NaN ranks highest. The selection is a constant to autograd.
     """
     noisy = logits if noise is None else logits + noise

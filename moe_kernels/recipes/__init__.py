@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None: not from the test set in order
+    start: int | None = None  # index of the first sample in the test set; None for other batches
 
 
 class Splits(NamedTuple):
@@ -82,7 +82,7 @@ class Task:
     predict_known: a batch of the test set -> the same, from stored parts of the computation such as frozen masks.
     total: the measures over all batches -> further ones computed from them. METRIC may name either kind.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called with the number of every step before it is taken: phases, temperatures, numbers of experts.
+    before_step: called before every step with its number: sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient.
     grid: rows and columns of an image's patches, if the routed tokens are those of images: a class token, then the
         patches. Heat maps of the experts are drawn from these.

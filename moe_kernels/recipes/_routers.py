@@ -1,4 +1,4 @@
-"""Layers of experts of a model: their routing in a forward, their losses, and a forward without them."""
+"""Layers of experts of a model: their routing in a forward pass, their losses, and a forward pass without them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
-    """model(*args), a pair (y, outputs of the layers of experts), and the routing of every layer in that forward."""
+    """What model(*args) returns, y and the outputs of the layers of experts, and also the routing of each layer."""
     probs: list[Tensor | None] = []
 
     def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:

@@ -35,7 +35,7 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Packed masks of every layer, or None; and which rows of these masks belong to the batch, None: all, in order.
+# Packed masks of every layer, or None; and the rows of these masks that belong to the batch (None: all, in order).
 KnownMasks = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
@@ -137,7 +137,7 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
-        """A function batch -> the masks of its hidden layers, or None if they are not known before the model runs.
+        """A function batch -> KnownMasks of its hidden layers; no masks if they are not known before the model runs.
 
         If masks belong to training samples, the paper does not say which masks test samples get. As in its public code,
         Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.

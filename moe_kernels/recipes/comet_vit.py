@@ -2,8 +2,8 @@
 
 The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 and 6144, patch 4, dropout 0.1, p = 0.5, tanh; Adam at 1e-4 with
 a cosine over 200 epochs of CIFAR-10, SVHN, CIFAR-100 and Tiny ImageNet. Its base code augments images (RandAugment) and
-has batches of 512; this recipe does not augment. The defaults have the paper's length: some 100 minutes of a CPU core
-on the digits, a few with --epochs 2.
+has batches of 512; this recipe does not augment. The defaults have the paper's length: on the digits 100 minutes of a
+CPU core, a few minutes with --epochs 2.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The claim: COMET learns faster if the network is wide. The paper has one rate for all models (1e-4; 1e-3 in Figure 11).
 The best rates of dense and masked networks may differ, so here each side and width chooses its own. The defaults have
-the paper's length and widths, and four rates to choose from: hours of a CPU core on the digits, minutes with --width
-100 500 --epochs 10.
+the paper's length and widths, and four rates to choose from: with --data digits hours of a CPU core, minutes with
+--width 100 500 --epochs 10.
 """
 
 from __future__ import annotations

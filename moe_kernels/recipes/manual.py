@@ -3,8 +3,8 @@ against token choice.
 
 The network has one transformer layer. For half of the steps `manual` routes all tokens by the label of their image.
 Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network. `shuffled` is
-the control with random pairs of digits. Evaluation uses no labels: it always uses the learned gate, which trains only
-in the second half.
+the control with random pairs of digits. Evaluation has no labels: it always uses the learned gate, which trains only in
+the second half of the steps in `manual` and `shuffled`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
 are in every expert. By default a small GPT is first trained on text and then split in the same proportions, and the
-dense model is the teacher of the split one. Controls: "dense" continues to train, "small" keeps only the most important
-neurons of every layer and has no experts, "unguided" splits at random.
+dense model is the teacher of the split one. Controls: "dense" trains on without a split, "small" keeps only the most
+important neurons of every layer and has no experts, "unguided" splits at random.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
 further training, as in the paper:
@@ -234,7 +234,7 @@ class Pair(nn.Module):
         return self.student(x, states) if self.student is not None and self.split else self.teacher(x, states)
 
     def begin(self) -> None:
-        """From now on the student trains, and the teacher is frozen."""
+        """Switches to the student and freezes the teacher."""
         self.split = True
         self.teacher.requires_grad_(False).eval()
 

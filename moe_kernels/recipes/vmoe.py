@@ -1,11 +1,11 @@
-"""Papers 002 and 003: sparse vision transformers on images, with several ways of routing.
+"""The sparse ViT of paper 002 and V-MoE (paper 003, a survey) on images, with several ways of routing.
 
 V-MoE takes every second block, counted from the last, and has experts in the last two of these ("last-2") or in all
 ("every-2", here --moe-layers 99). It has two choices a token, capacity 1.05, and routes in groups of 8 images. E^3 is
-an ensemble of two in one network, with V-MoE's capacity and losses. The sparse ViT of paper 002 has experts in every
-block and one choice a token; it trains dense, then only its new sparse gates, then everything. `matched` is a dense
-model widened to as many parameters. The models here are small, for CIFAR-10 on a CPU; the defaults of the gates are the
-papers'. Paper 002 also pretrains by MAE; this recipe does not.
+an ensemble of two in one network, with V-MoE's capacity and losses. The sparse ViT has experts in every block and one
+choice a token; `sparsified` trains with dense gates, then only its new sparse gates, then everything. `matched` is a
+dense model widened to the parameters of `token_choice`. The models here are small, for CIFAR-10 on a CPU; the defaults
+of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations

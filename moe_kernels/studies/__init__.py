@@ -66,7 +66,7 @@ def find(name: str) -> type[Study]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Declares the options of the study that `words`, the command line after "study", begins with."""
+    """Declares the options of a study. words: the command line after "study"; its first word names the study."""
     name = words[0] if words and not words[0].startswith("-") else names()[0]
     try:
         study = find(name)

@@ -6,9 +6,9 @@ trains on MovieLens, permutes the experts before the first step or later, and co
 random one (the control), none, the search with the paper's schedule, the search with LocalSearch's schedule "wide", and
 that schedule with fixed random scores (untrained).
 
-Printed for arms random and best: the training loss before and after the permutation, its mean and its minimum over all
-16! permutations; for every arm the test loss at the end; for the searches the distance of the last soft matrix from a
-permutation.
+Printed for arms random and best: the training loss before and after the permutation, and the mean and minimum of this
+loss over all 16! permutations; for every arm the test loss at the end; for the searches the distance of the last soft
+matrix from a permutation.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(min=1)  # cost / all rows then has the mean error over the rated rows
+    scale = len(stars) / rated.sum().clamp(min=1)  # so cost / all rows has the mean error of rated rows
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

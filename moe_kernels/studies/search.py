@@ -1,11 +1,11 @@
 """Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
 
 Every trial draws its hyperparameters from the paper's grid for MovieLens (supplement S1.3): the learning rate
-log-uniform in [5e-5, 5e-4], gamma of {0.01, 0.1, 1, 5, 10} (10 for COMET with local search), lambda of {0.05, 0.1, 0.5,
-1, 5, 10}, 1 to 10 epochs of permutation learning. It trains for at most 100 epochs, stops after 25 without a better
-validation loss, and keeps the best evaluation. Table 2 has the mean test loss of the best 5 % by validation. Bootstrap
-(appendix F): draw s trials and take the test loss of the one with the best validation loss; the result is the mean of
-1000 draws, for s up to half of the trials. The paper has 500 trials a gate.
+log-uniform in [5e-5, 5e-4], gamma of {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search), lambda of {0.05,
+0.1, 0.5, 1, 5, 10}, 1 to 10 epochs of permutation learning. It trains for at most 100 epochs, stops after 25 without a
+better validation loss, and keeps the best evaluation. Table 2 has the mean test loss of the best 5 % by validation.
+Bootstrap (appendix F): draw s trials and take the test loss of the one with the best validation loss; the result is the
+mean of 1000 draws, for s up to half of the trials. The paper has 500 trials a gate.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from moe_kernels.train.plotting import write_picture
 
 @dataclass(frozen=True)
 class Similarity(Study):
-    """The study's options; their defaults are the paper's."""
+    """The study's options; their defaults are the paper's, except those of `fresh` and `activation`."""
 
     pairs: int = option(500, "pairs of inputs", low=1)
     networks: int = option(10, "networks of random weights", low=1)

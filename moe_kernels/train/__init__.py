@@ -1,4 +1,4 @@
-"""python -m moe_kernels train RECIPE: trains the sides of a comparison; writes a log, checkpoints, a table, a picture.
+"""python -m moe_kernels train RECIPE: trains the sides of a comparison, prints a table and writes files to --out.
 
 A side is one of the models that the recipe compares. First the agreement check takes the same training steps on the
 fast backend and on the reference. Then, if the recipe has several learning rates, one is chosen for each side. Then
@@ -45,7 +45,7 @@ DEFAULT = "comet"
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
     """Declares the options of `run`.
 
-    words: the command line after "train". Its first word is the recipe, since every recipe has its own options.
+    words: the command line after "train". Its first word is the recipe (default: DEFAULT); options differ by recipe.
     """
     name = words[0] if words and not words[0].startswith("-") else DEFAULT
     try:

@@ -21,8 +21,8 @@ from moe_kernels.train.loop import Run
 
 # Allowed difference, relative to max(1, |loss|) and to the largest gradient. Matrix products and gradients of biases
 # may sum in another order: one rounding of float32 is 6e-8, and a network amplifies it by less than a hundred. Weights
-# are not compared: if a gradient is zero except for rounding, like that of an attention's key bias, Adam's step is its
-# sign.
+# are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error decides
+# Adam's step.
 TOLERANCE = 1e-5
 
 # If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n), n
@@ -35,18 +35,18 @@ SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one e
 
 @dataclass(frozen=True)
 class Step:
-    """Errors of one training step: differences of the backends without the jumps of the reference.
+    """Errors of one training step: how far the backends differ beyond the jumps of the reference.
 
     The error of the loss is relative to max(1, |reference|).
     """
 
     step: int
-    wrong_masks: int  # elements of the routing that differ, over all layers
+    wrong_masks: int  # elements of the routing that differ where the reference's do not jump, over all layers
     loss: float
     reference_loss: float
     loss_error: float
     gradient_error: float  # largest of all parameters, over the largest gradient of the model
-    repeated: int = 0  # repetitions of the reference with perturbed weights; 0: no kink and no tie
+    repeated: int = 0  # repetitions of the reference with perturbed weights; 0: the backends agreed without any
 
     @property
     def passed(self) -> bool:
@@ -189,7 +189,7 @@ def _take_step(run: Run) -> StepRecord:
 
 
 def _restore(run: Run, state: dict[str, Any]) -> None:
-    """Sets step, random state, weights and moments. Run.load_state would raise for a step after the last."""
+    """Sets step, random state, weights and moments; also for steps after the run's last, unlike Run.load_state."""
     state = copy.deepcopy(state)
     run.step, run.random.state = state["step"], state["random"]
     run.task.model.load_state_dict(state["model"])

@@ -159,7 +159,7 @@ class Comparison:
         self._save()
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
-        """Steps after which to evaluate: every `every` steps, and the last one."""
+        """Steps after which to evaluate: every `every` steps (0: every epoch), and the last one."""
         points: set[int] = set()
         for run in runs:
             every = self.every or run.epoch_steps

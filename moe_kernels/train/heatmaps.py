@@ -44,7 +44,7 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            # Members of an ensemble, else 1. The rows of an image's members are consecutive.
+            # 1, or the number of members of an ensemble; the rows of an image's members are consecutive.
             members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]

@@ -66,7 +66,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SeededDraw:
-    """A competition gate's rate, drawn as 1 or 0. The draw depends on seed, layer and step only, not on the ranks."""
+    """Replaces a competition gate's rate: 1 with this probability, else 0, drawn from seed, layer and step alone."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -186,7 +186,7 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluations do not change the training
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluation must not change training
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -253,7 +253,7 @@ class Run:
         return {f"{part} {name}": value for name, value in measures.items()}
 
     def flops(self, known: bool = False) -> float:
-        """Floating-point operations of a prediction for one test sample, by torch's counter (a multiply-add is two).
+        """FLOPs of a prediction for one test sample, mean of the first 32, by torch's counter (a multiply-add is two).
 
         Experts count only rows routed to them, as paper 001 does in Table 6.
         known: for a sample of the test set, whose frozen masks may be stored; else for a new sample.
@@ -325,7 +325,7 @@ setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 pass tensors, not s
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Probability that a positive has a higher score than a negative; equal scores count half. NaN if one is missing.
+    """Probability that a positive scores higher than a negative; equal scores count half. NaN if either is missing.
 
     (sum of the positives' ranks - P (P + 1) / 2) / (P N) for P positives and N negatives; ranks count from 1, equal
     scores get their mean rank.

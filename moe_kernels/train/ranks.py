@@ -89,7 +89,7 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean number of all ranks. A rank without
+    """A rank's samples of a batch, and their weight: their number over the mean number of a rank. A rank without
     samples gets one sample with weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
@@ -134,7 +134,7 @@ class ParallelRun(Run):
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
-        """The mean over ranks, equal to one process: a rank multiplies the rows that all ranks sent to its experts."""
+        """The mean over ranks, equal to one process's count: a rank multiplies the rows that all ranks send to it."""
         found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return found.item() / self.ranks.size

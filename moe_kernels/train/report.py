@@ -20,7 +20,7 @@ from moe_kernels.train.plotting import write_picture
 
 @dataclass
 class History:
-    """The evaluations of one side with one seed; `stage` is "tune" or "final"."""
+    """The evaluations of one side with one seed; `stage` is "tune", "final", or "running" until the run ends."""
 
     side: str
     seed: int

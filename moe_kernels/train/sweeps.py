@@ -14,7 +14,7 @@ from moe_kernels.train.report import Summary, with_spread
 
 
 def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
-    """A table for each swept option: a column for each value, a row for each side at fixed other options."""
+    """A table for each swept option: a column for each value, a row for each side and values of the other options."""
     found = []
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
@@ -46,7 +46,7 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], titl
 
 
 def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[float, float, float]]]:
-    """For each side at fixed other options, points of its line: value of `option`, mean and spread of the metric."""
+    """For each side and values of the other options, points: value of `option`, mean and spread of the metric."""
     by_name = {each.side: each for each in summaries}
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for name, variant in recipe.variants().items():

@@ -1,4 +1,4 @@
-"""Trained models on disk. model-SIDE-SEED.pt holds the tensors, the .json file recipe, options and data set."""
+"""Trained models on disk: model-SIDE-SEED.pt has the tensors, its .json recipe, options and data set properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_kernels.train.loop import Run
 class Trained:
     """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
-    recipe: the recipe with its options. data: an empty data set of the same kind; its `classes` (images) or
+    recipe: the recipe with its options. data: a data set of the same kind, all zeros; its `classes` (images) or
     `vocabulary` (text) name the columns of a prediction.
     """
 
