@@ -160,8 +160,8 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
     """A read of the page behind an operand ends the process.
 
-    32 columns are half a panel of AVX-512. Of 544 columns they are the last ones, and rows are more than 2 KB apart, so
-    that 40 or 50 rows are too many to read the weight in place.
+    32 columns are half a panel of AVX-512. Half a panel is read in place for up to 96 rows, but for at most 24 if its
+    rows are more than 2 KB apart, as in the last 32 of 544 columns.
     """
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
