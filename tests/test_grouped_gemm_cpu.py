@@ -58,7 +58,7 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_tanh_is_at_most_one(isa, monkeypatch):
-    """Unless it is limited, rounding makes it larger for 5 to 32 of the numbers from 8.14 to 8.27."""
+    """Unless tanh is limited to 1, rounding makes it larger for 5 to 32 of the numbers from 8.14 to 8.27."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     first, last = torch.tensor([8.14, 8.28]).view(torch.int32).tolist()
     x = torch.arange(first, last, dtype=torch.int32).view(torch.float32)[:, None]

@@ -315,7 +315,7 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """With a nearly saturated tree, evaluating all experts gives the same outputs and gradients as only the chosen."""
+    """With a nearly saturated tree, experts of weight 0 change neither outputs nor gradients if they are evaluated."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():

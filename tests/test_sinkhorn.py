@@ -102,7 +102,7 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
 
 @pytest.mark.parametrize("n", [16, 70])
 def test_a_solve_goes_on_while_two_columns_change(target, n):
-    """Any two neighbours; the other columns have converged after the first iteration."""
+    """Two neighbouring columns, at several places, still change; the others have converged after one iteration."""
     scores = torch.full((4, n, n), -40.0)
     scores.diagonal(dim1=1, dim2=2).zero_()
     for matrix, first in zip(scores, (0, 1, 2, n - 2), strict=True):

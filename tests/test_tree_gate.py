@@ -173,11 +173,11 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # The second and the last need several programs or blocks, the last one partial. Triton has a layout of its own
-        # for multiples of 16 leaves.
+        # On CUDA the second (backward the last too) takes several blocks, the last one partial. Triton has a layout of
+        # its own for multiples of 16 leaves.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (9, 4, 2, 64))
-        # CUDA has a kernel for each power of two, forward from 8 to 1024, backward from 32 to 512. Forward it also serves
-        # smaller trees, with leaves left out; not 260 and 520, for which the leaves of a lane would be at two depths.
+        # CUDA has kernels for powers of two: forward from 8 to 1024, backward from 32 to 512. The former also take
+        # smaller trees, with leaves left out; not 260 and 520, for which a lane would have leaves at two depths.
         own = (
             (19, 4, 1, 33),
             (9, 4, 2, 32),
