@@ -52,7 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.add_cleanup(gc.unfreeze)
 
 
-# Tensors of torch.empty hold NaN, or the largest integer.
+# Makes torch.empty fill its tensors with NaN, or with the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -71,8 +71,8 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Whether Triton runs on CPU tensors. Unless its interpreter does, a new size class, dtype or option of a
-        kernel costs a compilation of 0.3 to 2 s."""
+        """Whether Triton runs on CPU tensors. Without its interpreter, a new size class, dtype or option of a kernel
+        costs a compilation of 0.3 to 2 s."""
         return self.executed and self.backend == "triton"
 
     @property

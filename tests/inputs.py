@@ -26,7 +26,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x in rows three elements longer: rows of whole multiples of 16 bytes no longer all start at such a multiple."""
+    """x with rows three elements further apart: if their length is a multiple of 16 bytes, not all start at one."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -47,7 +47,7 @@ def behind_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def gapped(x: torch.Tensor) -> torch.Tensor:
-    """x with one element between its matrices, whose rows lie one behind another; between rows if it is a matrix."""
+    """x with one NaN between x[i] and x[i + 1]; each x[i], a matrix or a row, is contiguous."""
     whole = x.new_full((x.shape[0], x[0].numel() + 1), math.nan)
     view = whole[:, :-1].unflatten(1, x.shape[1:])
     view.copy_(x)

@@ -38,7 +38,7 @@ def test_a_gpu_older_than_the_code_is_refused():
 def test_a_driver_older_than_the_toolkit_is_refused():
     message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
     assert reason_against("8.0", driver=12080) == message
-    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: a driver of any CUDA 12
+    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: any driver of CUDA 12
     message = "this GPU needs its PTX compiled by a driver for CUDA 12.8; this is 12.4"
     assert reason_against("10.0", driver=12040, built_with=12080) == message
 
@@ -88,7 +88,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # op, tensors, backend, the smallest size that does not fit
+SIZES = [  # op, tensors of size n, backend, the smallest n that does not fit
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),

@@ -1,4 +1,4 @@
-"""python -m bench predict: predictions from counts, that every GPU kernel has counts, and states of the ledger."""
+"""python -m bench predict: predictions from counts, a count for every GPU kernel, and states of the ledger."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted(*launches: dict, **changes) -> dict:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout with kwta only in CUDA."""
+    """A checkout whose only operation is kwta, in CUDA."""
     for name in ("csrc/cuda/kwta.cu", "moe_kernels/ops/kwta.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)

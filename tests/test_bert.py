@@ -47,7 +47,7 @@ def tiny_checkpoint(tmp_path_factory):
         torch.manual_seed(0)
         model = transformers.BertForMaskedLM(config)
     for parameter in model.parameters():
-        parameter.data.mul_(5)  # with BERT's initial 0.02 all outputs would be nearly equal
+        parameter.data.mul_(5)  # with BERT's initial standard deviation, 0.02, outputs would be nearly equal
     model.save_pretrained(folder)
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder

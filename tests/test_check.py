@@ -10,7 +10,7 @@ from moe_kernels.library import dispatch, grouped_gemm
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor whose is_cpu is False, as that of a GPU tensor."""
+    """A CPU tensor with is_cpu False, as GPU tensors have."""
 
     is_cpu = property(lambda self: False)
 

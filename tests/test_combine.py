@@ -35,7 +35,7 @@ def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
     one_hot, used = dense(plan), int(plan.expert_offsets[-1])
     dims = (0, 1, 40) if target.interpreted else (0, 1, 40, 256, 513)
     if target.compiles and dtype != torch.float32:
-        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)  # reads of 16 bytes, and of elements
+        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)  # rows read by 16 bytes, and by single elements
     for dim in dims:
         rows = torch.randn(plan.num_rows, dim, device=target.device).to(dtype)
         weights = torch.randn(plan.num_tokens, plan.num_choices, device=target.device).to(dtype)
@@ -156,7 +156,7 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 def test_many_programs_with_one_that_is_not_full(target, kind):
-    """Tokens and parts of rows for several programs or blocks, the last partial; unused rows, or dropped choices."""
+    """Tokens and rows take several programs or blocks, the last one partial; with unused rows, or dropped choices."""
     plan, on = plans(target.device)[kind], target.device
     for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
         leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}
@@ -230,7 +230,7 @@ def test_views_are_read_in_place(target):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """One tensor at a time does not allow accesses of 16 bytes: by its start or by its stride."""
+    """The start or the stride of one tensor after the other rules out accesses of 16 bytes."""
     plan = plans(target.device)["unused rows"]
     given = {"rows": torch.randn(plan.num_rows, 48), "grad": torch.randn(plan.num_tokens, 48)}
     given = {name: each.to(target.device) for name, each in given.items()}

@@ -252,7 +252,7 @@ def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
 
 
 def test_a_network_on_meta_gives_shapes():
-    """On the meta device, which has no autocast."""
+    """The meta device has no autocast."""
     net, x = model(device="meta"), torch.randn(3, 5, WIDTHS[0], device="meta", requires_grad=True)
     y = net(x)
     assert (y.shape, y.device.type) == ((3, 5, WIDTHS[-1]), "meta")

@@ -15,8 +15,8 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# (layer, training): the pairs that test_one_graph_serves_every_number_of_tokens does not cover, but no evaluation that
-# computes the same as training.
+# (layer, training): every layer whose evaluation differs from its training, in evaluation; and in training the layers
+# that test_one_graph_serves_every_number_of_tokens leaves out.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]
@@ -62,7 +62,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """The number of the step causes no recompilation: after some of them torch would run in eager mode."""
+    """A new step number causes no recompilation. (After a few recompilations torch runs a function in eager mode.)"""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()

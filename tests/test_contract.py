@@ -144,7 +144,7 @@ def test_a_narrower_instruction_set_can_be_requested():
 
 @pytest.fixture
 def current(monkeypatch) -> list[int]:
-    """A list of one number, the current one of several GPUs, which torch.cuda.device changes."""
+    """A list with the number of the current GPU, which the replaced torch.cuda.device changes."""
     numbers = [0]
 
     @contextlib.contextmanager

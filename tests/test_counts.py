@@ -87,9 +87,9 @@ def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
         assert warps([one]) <= 1.1 * warps([other]), one.kernel.title
 
 
-# Most instructions of a token's warp at K = 8. In float32 and bfloat16 earlier kernels took 940 and 524 on CUDA with
-# 256 experts, as each choice searched a lane's logits, and 344 and 264 on Triton with 128, as each choice read every
-# logit (551 and 558 in the backward pass).
+# Most instructions of a token's warp at K = 8. Earlier kernels took, in float32 and bfloat16, 940 and 524 on CUDA with
+# 256 experts (each choice searched a lane's logits); on Triton with 128 experts 344 and 264, and 551 and 558 in the
+# backward pass (each choice read every logit).
 MOST = {
     ("cuda", torch.float32, 128): 305,
     ("cuda", BF16, 128): 290,
@@ -149,7 +149,7 @@ def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
 
 
 class TorchLaunches(TorchDispatchMode):
-    """Counts torch's own operations that launch a kernel, without views and allocations."""
+    """Records the names of torch's operations that launch a kernel, so neither views nor allocations."""
 
     def __init__(self) -> None:
         super().__init__()

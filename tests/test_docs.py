@@ -32,7 +32,7 @@ def program(page: Path) -> str:
     "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
 )
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """Runs it in an empty folder and its own process."""
+    """Runs the code in an empty folder, in a process of its own."""
     program_file = tmp_path / "tutorial.py"
     program_file.write_text(program(page))
     run = [sys.executable, str(program_file)]

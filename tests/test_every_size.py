@@ -16,7 +16,7 @@ from ptx import cuda_launch
 
 import moe_kernels as mk
 
-SM_86 = 99 * 1024  # bytes; Triton's GPU has no more in any test (ptx/triton_launch.py)
+SM_86 = 99 * 1024  # bytes; Triton's GPU for sm_80 has as many in every test (ptx/triton_launch.py)
 
 
 def of_experts(n: int, backend: str) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ def small(backend: str) -> contextlib.AbstractContextManager[None]:
     return cuda_launch.device(SM_86, minor=6) if backend == "cuda" else contextlib.nullcontext()
 
 
-# By operation: a call with a size n, and the largest n: the limit if there is one.
+# By operation: a call with a size n, and the largest n, which is the operation's limit if it has one.
 SIZES = {
     "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 32769),
     "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),

@@ -130,8 +130,8 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """A gradient has its weight's layout, as registered for torch.compile; the biases' gradients are the same. Also
-    with gate weights that are not contiguous."""
+    """Gradients have the layout of their weights, as registered for torch.compile, and equal those with contiguous
+    weights. Gate weights are not contiguous either."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
@@ -163,7 +163,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_an_infinite_gradient_of_one_token(target):
-    """It meets only zeros outside of its own rows; infinity times padding is NaN."""
+    """The infinity is multiplied by no padding, which would give NaN: gate weights have the reference's gradients."""
     plan, dtype = plans(target.device)["dropped"], finest(target, OP)
     leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])

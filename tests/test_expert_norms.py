@@ -36,7 +36,7 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# tokens, experts, dim, hidden, dout: more outputs than a tile has columns
+# tokens, experts, dim, hidden, dout; 131 outputs are more than a tile has columns
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
         pytest.skip("Triton has each activation, bias and width of elements in other cases")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # One rounding more than the reference: the output, its gradient and that of the hidden layer are stored.
+    # 1 for the result, 1 as the experts' outputs and the gradients of outputs and hidden layers are rounded too.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 

@@ -211,7 +211,7 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """As in THOR and gradient accumulation; the gradients are the sum of those of separate steps."""
+    """As in THOR and in gradient accumulation: gradients are the sums of those of separate steps."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation
@@ -269,7 +269,7 @@ def test_ids_that_are_none_are_named(name):
 
 
 def test_ids_without_values_are_not_asked_for_them():
-    """Inside FakeTensorMode, as for memory and FLOPs of a step that is not run."""
+    """In FakeTensorMode, as for the memory and FLOPs of a step that does not run, ids have no values to check."""
     with FakeTensorMode():
         assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
 
@@ -320,7 +320,7 @@ def test_orthogonal_weights_of_16_bits(dtype):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_pass_their_backend_on(name, training):
-    """Plans have no backend of their own. The definition runs no operator."""
+    """With the reference only operators of plans and checks run; a layer chooses no backend for its plan."""
     net = LAYERS[name]().train(training)
     for module in net.modules():
         if hasattr(module, "backend"):

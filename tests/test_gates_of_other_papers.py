@@ -97,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # a call would fail: to copy a number from the host, it waits for a GPU
+        patch.setattr(torch, "tensor", None)  # a call would fail: copying a number from the host waits for a GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -213,7 +213,7 @@ def test_stable_losses_are_those_of_a_batch_twice_as_large():
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
     narrow.keep_float32 = False
-    narrow.bfloat16()  # whose integers are exact up to 256: not the count of 600 tokens
+    narrow.bfloat16()  # bfloat16 has all integers up to 256 only; there are 600 tokens
     torch.nn.init.zeros_(narrow.centroids)
     balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
     assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)

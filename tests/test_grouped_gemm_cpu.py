@@ -58,7 +58,7 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_tanh_is_at_most_one(isa, monkeypatch):
-    """Unless it is limited, rounding makes it larger for 5 to 32 of the numbers from 8.14 to 8.27."""
+    """Unless tanh is limited to 1, rounding makes it larger for 5 to 32 of the numbers from 8.14 to 8.27."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     first, last = torch.tensor([8.14, 8.28]).view(torch.int32).tolist()
     x = torch.arange(first, last, dtype=torch.int32).view(torch.float32)[:, None]
@@ -160,8 +160,8 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
     """A read of the page behind an operand ends the process.
 
-    32 columns are half a panel of AVX-512. Of 544 columns they are the last ones, and rows are more than 2 KB apart, so
-    that 40 or 50 rows are too many to read the weight in place.
+    32 columns are half a panel of AVX-512. Half a panel is read in place for up to 96 rows, but for at most 24 if its
+    rows are more than 2 KB apart, as in the last 32 of 544 columns.
     """
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)

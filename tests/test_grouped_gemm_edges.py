@@ -148,7 +148,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 @pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
-    """One operand at a time does not allow accesses of 16 bytes: by its start or by its stride."""
+    """The start or the stride of one operand after the other rules out accesses of 16 bytes."""
     if target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, device = finest(target), target.device
@@ -170,8 +170,8 @@ def test_operands_that_start_anywhere(target, place, activation):
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
     """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
-    far apart; contiguous biases that do not start at a multiple of 16 bytes. Rows of the aligned gradient start at such
-    a multiple, while the second row of a bias does not."""
+    far apart; contiguous biases that do not start at a multiple of 16 bytes. On CUDA (bfloat16) rows of the aligned
+    gradient start at such a multiple, but the second row of b_out does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]

@@ -100,7 +100,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # rows up to 32768 stay on the chip, longer ones are read again
+)  # GPUs hold rows up to 32768 in registers and read longer ones again
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -214,7 +214,7 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """One tensor at a time does not allow accesses of 16 bytes: by its start or by its stride."""
+    """The start or the stride of one tensor after the other rules out accesses of 16 bytes."""
     x, values, grad = (torch.randn(5, 64, device=target.device) for _ in range(3))
     mask = mk.kwta_mask(x, 30, backend="reference")
     for moved in range(3):

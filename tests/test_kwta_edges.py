@@ -63,7 +63,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         # Triton compiles anew for another alignment of the start: each place has half of the sizes. CUDA has all.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # For these sizes the tie rule depends on n; the others have "index". In Triton another rule than "index" is a
+        # Sizes in `ruled` have the tie rule TIES[n % 3], the others "index". In Triton another rule than "index" is a
         # further kernel to compile, slowest in 16 bits.
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"

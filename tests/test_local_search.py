@@ -168,7 +168,7 @@ def test_state_survives_a_round_trip(taken):
 
 
 def test_a_compiled_search_hardens_what_was_learned_or_loaded():
-    """torch.compile reads no versions of tensors: `eval()` and a state dict tell it that `assigned` was written."""
+    """Compiled code cannot read versions of tensors: `eval()` and loading a state dict note that `assigned` changed."""
     torch._dynamo.reset()
     gates, search, other = torch.rand(4, 5).softmax(-1), LocalSearch(5, 6), LocalSearch(5, 6).eval()
     for _ in range(3):

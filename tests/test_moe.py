@@ -205,7 +205,7 @@ def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
 
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
-    """At rate 1 nothing is left, of weighted sums and of rows that tasks share."""
+    """Dropout at rate 1 makes weighted sums and the rows that tasks share 0."""
     experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
     layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
     assert not layer(x).y.any()
@@ -315,7 +315,7 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """With a nearly saturated tree, evaluating all experts gives the same outputs and gradients as only the chosen."""
+    """With a nearly saturated tree, experts of weight 0 change neither outputs nor gradients if they are evaluated."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():

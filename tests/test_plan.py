@@ -221,7 +221,7 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """32, 33 and 34 chunks of the GPU kernels: the scan of CUDA has 32 warps, and that of Triton another tile above."""
+    """32, 33 and 34 chunks. CUDA's scan has at most 32 warps; Triton's takes another tile above 32 chunks."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
@@ -260,8 +260,8 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """1025 tiles of 32 requests (CUDA: of 1024), one more than there are chunks: each chunk has two of them, the last
-    one only one."""
+    """1025 tiles of 32 requests (CUDA: of 1024), one more than the largest number of chunks: so every chunk but the
+    last has two tiles."""
     if target.interpreted:
         pytest.skip("the interpreter would take a minute for so many programs")
     tokens = 524800 if target.backend == "cuda" else 16400

@@ -35,7 +35,7 @@ def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
     return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
 
 
-# By operation: a call of it with a plan.
+# By operation: its call with a plan.
 OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),

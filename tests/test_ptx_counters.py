@@ -1,5 +1,5 @@
-"""Counters of one call of each operation are at most those in ptx_counters.json: instructions, sectors, bank passes,
-barriers.
+"""Counters of one call of each operation exceed those in ptx_counters.json by at most 1 %: instructions, sectors, bank
+passes, barriers.
 
 After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """

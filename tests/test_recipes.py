@@ -239,7 +239,7 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
 
 
 def test_a_run_with_dropout_resumes_exactly(arguments, tmp_path):
-    """Resumes a network with dropout and a schedule that was interrupted after its second evaluation."""
+    """Interrupted after its second evaluation, a run with dropout and a schedule resumes."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
     whole, broken = interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken

@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a warp and for a block: consecutive, apart, unaligned; a row that is read several times."""
+    """Rows for a part of a warp, a warp, and blocks of up to 512 threads: consecutive, apart, unaligned."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, BF16)]
     for (n, dtype), place in itertools.product(sizes, places):

@@ -51,8 +51,8 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the gradient of p and that of the scores. The latter is by the definition with 64 bits of mantissa, which
-    updates the matrix; the kernels use 53 bits, and potentials."""
+    """Scores, the gradient of p and that of the scores. The latter is by the definition, which updates the matrix, with
+    64 bits of mantissa; the kernels use potentials, with 53 bits."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -102,7 +102,7 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
 
 @pytest.mark.parametrize("n", [16, 70])
 def test_a_solve_goes_on_while_two_columns_change(target, n):
-    """Any two neighbours; the other columns have converged after the first iteration."""
+    """Two neighbouring columns, at several places, still change; the others have converged after one iteration."""
     scores = torch.full((4, n, n), -40.0)
     scores.diagonal(dim1=1, dim2=2).zero_()
     for matrix, first in zip(scores, (0, 1, 2, n - 2), strict=True):
@@ -186,7 +186,7 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
-    """Scores of any range, on both sides of each that decides between forms: exp(2 below) may exceed float64."""
+    """`below` lies on both sides of every limit between the kernels' forms; exp(2 below) may exceed float64."""
     for n in (4,) if target.executed else (4, 12, 20):
         scores = torch.randn(2, n, n)
         scores[:, :, : n // 2] -= below
@@ -333,7 +333,7 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """Each matrix takes as many iterations as the definition needs to come within the tolerance, with its gradient."""
+    """A matrix has the values and gradient of as many iterations as the definition needs to be within the tolerance."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # a forbidden row does not count

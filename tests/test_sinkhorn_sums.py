@@ -27,7 +27,7 @@ def target(request):
 def sizes(target: Target) -> tuple[int, ...]:
     """Values of n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
     if target.compiles:
-        return (3, 12, 40, 70)  # up to 40 from BATCHES; another divisibility by 4 or 16 compiles six kernels again
+        return (3, 12, 40, 70)  # a tile each; another divisibility by 4 or 16 compiles six kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -102,8 +102,8 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 
 @pytest.mark.parametrize(("tau", "factor"), [(0.5, 1.0), (2.0, 4.0)])
 def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
-    """The gradient is that of exp(scores / tau), at a temperature other than 1. A quarter of a prescribed sum is off
-    by 0.75 of it; its logarithm would be by 1.39."""
+    """The gradient is that of exp(scores / tau), at a temperature other than 1. With factor 4 each sum is a quarter of
+    the prescribed one: off by 0.75 of it, within the tolerance; the logarithms would be off by 1.39."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": factor * p.sum(-1), "columns": factor * p.sum(-2)}
@@ -135,7 +135,7 @@ BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (
 def test_more_matrices_than_a_program_holds(target, with_sums):
     for n, batch in BATCHES:
         if target.compiles and n in (4, 16, 40):
-            continue  # same kernels as 3, 12 and 64
+            continue  # same tiles as 3, 12 and 64
         scores, grad = torch.randn(2, batch, n, n)
         scores[-1] *= 40  # the only one for the form with logarithms
         leaves = {"scores": scores}

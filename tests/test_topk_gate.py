@@ -221,7 +221,7 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """The gradients to this token's logits, or, with "topk_softmax", to those of its chosen experts."""
+    """With "softmax_topk" no gradient of this token is finite, with "topk_softmax" none of its chosen experts."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

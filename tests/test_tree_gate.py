@@ -173,11 +173,11 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # The second and the last need several programs or blocks, the last one partial. Triton has a layout of its own
-        # for multiples of 16 leaves.
+        # On CUDA the second (backward the last too) takes several blocks, the last one partial. Triton has a layout of
+        # its own for multiples of 16 leaves.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (9, 4, 2, 64))
-        # CUDA has a kernel of its own for each power of two. It also serves smaller trees, with leaves left out; not
-        # 260 and 520 experts, for which the leaves of a lane would be at two depths.
+        # CUDA has kernels for powers of two: forward from 8 to 1024, backward from 32 to 512. The former also take
+        # smaller trees, with leaves left out; not 260 and 520, for which a lane would have leaves at two depths.
         own = (
             (19, 4, 1, 33),
             (9, 4, 2, 32),
@@ -240,7 +240,7 @@ def unsupported(target: Target, parity: str | None) -> str | None:
 
 
 def test_one_output_at_a_time(target):
-    """A loss of the gates only, and one of the leaf probabilities only, like the entropy."""
+    """A loss of the gates alone, and one of the leaf probabilities alone, such as the entropy."""
     arguments = drawn(4, 6, 2, 6, device=target.device)
     for index in range(2):
         found = []

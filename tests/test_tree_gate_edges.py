@@ -77,7 +77,7 @@ def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
     """Its largest logit is -inf, and must not make the gates or gradients of the other tree NaN, before it or after."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # CUDA has a kernel for each power of two
+    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # 12: CUDA's kernel with trees in registers
     for experts, forbidden in itertools.product(sizes, (0, 1)):
         arguments = drawn(3, 4, 2, experts, device=target.device)
         arguments["leaf_bias"][forbidden] = -INF

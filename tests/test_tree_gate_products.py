@@ -40,7 +40,7 @@ def passes_over(arguments: dict, gamma: float) -> bool:
 
 
 # (T, P, K, E): full and partial last levels, partial tiles of tokens and panels; up to the largest number of branches.
-# A branch is a subtree of 32 columns (nodes and leaves), whose products are skipped together.
+# A branch is a subtree of at most 31 nodes and leaves, whose products are skipped together.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
 
 
 def test_tokens_that_were_not_asked_first():
-    """Nodes are saturated for the sampled tokens, every fourth one, only: the others reach all leaves."""
+    """Nodes are saturated only for the sampled tokens, every fourth one; the others reach all leaves."""
     arguments = drawn(1024, 16, 2, 64, bias=False)
     arguments["x"][torch.arange(1024) % 4 != 0] *= 1e-3
     assert not passes_over(arguments, GAMMA)
@@ -136,7 +136,7 @@ def test_tokens_that_were_not_asked_first():
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize("name", ["x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"])
 def test_a_product_that_could_be_nan_is_made(name, value):
-    """In a node or leaf of the last branch, which most tokens do not reach."""
+    """The value is in x, or in a node or leaf of the last branch, which most tokens do not reach."""
     arguments = drawn(200, 20, 2, 64, bias="bias" in name)
     assert passes_over(arguments, GAMMA)
     arguments[name][(-1,) * arguments[name].dim()] = value

@@ -18,7 +18,7 @@ TOKENS = torch.arange(T) % IDS
 def stages():
     """By name: a function that makes a layer, and one that changes the layer before a step.
 
-    Some parameters get no gradient in some steps, such as those from step 3 on. DDP once failed in the step after.
+    Some parameters get no gradient in some steps, for instance from step 3 on. DDP once failed after such a step.
     """
 
     def by_itself(layer, step):

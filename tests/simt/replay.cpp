@@ -6,8 +6,8 @@
 //
 // FILE holds three 64-bit words: the length of the name, the number of arguments and the number of buffers. Then come
 // the name; a word with the bits of each argument; and for each buffer its address in the caller, its size and its
-// bytes. The program changes pointers into a buffer to point into its copy. Exit status 1: the call failed; 2: FILE is
-// wrong; others come from a sanitizer. The message is on stderr.
+// bytes. The program changes pointers into a buffer to point into its copy. Exit status 1: the call failed; 2: FILE or
+// a pointer in it is wrong; others come from a sanitizer. The message is on stderr.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -58,8 +58,8 @@ struct Halves {
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // The first rounding, to 32 bits, is to odd, so that the second one, to 16 bits, is correct if `exact` is itself
-    // not rounded, as it can be for bf16 with exponents far apart.
+    // The first rounding, to 32 bits, is to odd. This makes the second one, to 16 bits, correct, unless `exact` is
+    // itself rounded: for bf16 with exponents far apart.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {

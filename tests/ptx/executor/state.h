@@ -35,15 +35,15 @@ struct Warp {
   Products products;
   u32 mbarrier = ~0u, mbarrier_pc = 0;  // of the last failed try_wait
   u64 mbarrier_phase = 0;
-  u64 met_at[kLanes] = {};   // by lane: its last bar.warp.sync
-  u32 met[kLanes] = {};      // and the lanes in that
+  u64 met_at[kLanes] = {};   // by lane: step of its last bar.warp.sync
+  u32 met[kLanes] = {};      // by lane: mask of that bar.warp.sync
 };
 
 // The last accesses of some bytes of shared memory.
 struct SharedWord {
   u32 write_clock = 0;
   u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // writer >= number of warps: a bulk copy
-  u32 same = 0;              // other warps that wrote the same value
+  u32 same = 0;              // warps that wrote the present value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
   u32 writing_lanes = 0;     // of the last write's instruction
