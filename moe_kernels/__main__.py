@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
     train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
-    if words[:1] == ["train"]:  # its arguments need modules that info and verify do not load
+    if words[:1] == ["train"]:  # arguments of train need modules that info and verify do not load
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
     study = commands.add_parser("study", help="experiments of the papers that compare no trained models, with pictures")
     if words[:1] == ["study"]:
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, closed the pipe; nothing must be flushed at exit
+    except BrokenPipeError:  # the reader, such as head, closed the pipe; the flush at exit must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

@@ -10,7 +10,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 
 def register(cls: type[Any], constants: tuple[str, ...] = ()) -> None:
-    """Makes cls a pytree node: its fields in order are the children, except `constants`, which are its context.
+    """Makes cls a pytree node: the fields in `constants` are its context, the other ones its children, in order.
 
     torch's own register_dataclass has no constants, and its nodes fail in tree_map_with_path (torch 2.13).
     """

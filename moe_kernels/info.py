@@ -20,7 +20,7 @@ from moe_kernels.backends import _gpu
 
 
 class Placement(NamedTuple):
-    """The device type on which a backend can run an operation, or None and the reason."""
+    """The device type on which a backend can run an operation, or None and the reason why it cannot."""
 
     device: str | None
     reason: str
@@ -84,7 +84,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def driver() -> str:
-    """Version of the NVIDIA kernel driver; "none" without one, "unknown" if it does not tell."""
+    """Version of the NVIDIA kernel driver; "none" without a driver, "unknown" if /proc holds no version."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -103,7 +103,7 @@ def extensions() -> list[tuple[str, str]]:
     """The extension modules and what each was built for."""
     rows = [("_cpu", instruction_set())]
     try:
-        _cuda: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path
+        _cuda: Any = import_module("moe_kernels._cuda")  # unlike that of `from ... import`, its error has no path
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()
@@ -113,7 +113,7 @@ def extensions() -> list[tuple[str, str]]:
 
 
 def operations() -> list[str]:
-    """The operations: moe_kernels/ops/<operation>.py, and those of backends.FILES; not aliases, such as kwta_mask."""
+    """Names of the operations: of the files in moe_kernels/ops and of backends.FILES, without backends.ALIASES."""
     files = {module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")}
     return sorted((files - backends.ALIASES.keys()) | backends.FILES.keys())
 

@@ -23,10 +23,10 @@ class RoutingPlan:
         expert_offsets (E + 1)         first row of every expert; the last entry is the number of rows in use
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices the row is
-        slot_row       (T, K)          the row of a choice; -1 if it was dropped, or was no choice
-        requested      (E)             choices that name the expert; of plan_priority, tokens that score it highest
+        slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
+        requested      (E)             choices that name the expert; from plan_priority: tokens that score it highest
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
-        dropped        ()              sum of requested less sum of kept
+        dropped        ()              sum of requested minus sum of kept
 
     Every array is int32, contiguous, without a gradient, and on the device of `experts`. Operations refuse other arrays
     and, on the CPU, indices out of range. They do not check that the arrays agree with each other. A plan that
@@ -80,12 +80,12 @@ class RoutingPlan:
 
     @property
     def imbalance(self) -> Tensor:
-        """Requests of the busiest expert over the mean of all, a float32 scalar: 1 is balance, E is collapse."""
+        """Requests of the busiest expert over the mean, a float32 scalar: 1 is balance, E collapse, 0 no requests."""
         return self.requested.max().long() * self.num_experts / self.requested.sum().clamp(min=1)
 
     @property
     def slot_expert(self) -> Tensor:
-        """(T, K) int32: the expert that has a choice's row; -1 if the choice was dropped or was no choice."""
+        """(T, K) int32: the expert that has a choice's row; -1 for a dropped choice and for no choice."""
         expert = torch.searchsorted(self.expert_offsets[1:], self.slot_row.clamp(min=0), right=True, out_int32=True)
         return torch.where(self.slot_row >= 0, expert, -1)
 
@@ -97,9 +97,9 @@ class RoutingPlan:
         return used.scatter(1, expert, True)[:, : self.num_experts]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RoutingPlan:
-        """The plan with every array on that device; this one if they are there already.
+        """The plan with every array on that device; this plan itself if all are there already.
 
-        non_blocking: as in Tensor.to: a copy from pinned memory to a GPU does not wait.
+        non_blocking: as in Tensor.to. If True, the host does not wait for copies from pinned memory to a GPU.
         """
         moved = [each.to(device, non_blocking=non_blocking) for each in self._arrays()]
         same = all(new is old for new, old in zip(moved, self._arrays(), strict=True))
@@ -122,7 +122,7 @@ class RoutingPlan:
 
         Raises:
             ValueError: fields are missing or unknown.
-            TypeError: num_tokens or num_experts is no int, or an array no int32 tensor.
+            TypeError: num_tokens or num_experts is not an int, or an array is not an int32 tensor.
         """
         plan = cls.__new__(cls)
         plan.__setstate__(state)

@@ -1,4 +1,4 @@
-"""A BERT checkpoint of transformers as a model with experts, for MoEBERT and paper 001's COMET-BERT.
+"""A BERT checkpoint of transformers as a model with experts, for MoEBERT and COMET-BERT (paper 001, tree COMET).
 
     model = load("folder of a BertForMaskedLM")
     student = model.with_experts(lambda index: MoE(HashGate(30522, 4), ExpertMLP(4, 768, 768, bias=True)))
@@ -55,7 +55,7 @@ class ExpertFeedForward(nn.Module):
 class BertWithExperts(nn.Module):
     """Token ids (B, S) -> logits (B, S, vocabulary) of a BertForMaskedLM and the outputs of its layers of experts.
 
-    Every token attends to all others: there is no padding. Gates' ids are the tokens.
+    Every token attends to all others: there is no padding. Gates get the token ids.
     """
 
     def __init__(self, model: BertForMaskedLM) -> None:
@@ -158,13 +158,13 @@ def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
     """int32 (n, length): [CLS], length - 2 tokens of the text, [SEP]; the rest of the text is left out.
 
     Raises:
-        ValueError: as load_tokenizer; the model has fewer than `length` positions.
+        ValueError: as load_tokenizer; length is below 3 or above the model's positions.
     """
     place, config = _config(folder)
     tokenizer, positions = load_tokenizer(place), config.get("max_position_embeddings", 512)
     if not 3 <= length <= positions:
         raise ValueError(f"bert: length must be from 3 to {positions}, the positions of {place}; got {length}")
-    # No word crosses the end of a line, so lines are tokenised in groups: a whole text would need much memory.
+    # Groups of lines need less memory than the whole text and give the same tokens: no word crosses a line's end.
     lines, size = text.decode("utf-8", "replace").splitlines(), length - 2
     ids: list[int] = []
     for start in range(0, len(lines), LINES):
@@ -177,7 +177,7 @@ def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
 
 
 def _config(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The folder, and config.json of a BERT in it."""
+    """The folder, and the contents of its config.json, which must be a BERT's."""
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise _error(place, "a folder", "it is a file" if place.exists() else "there is none")

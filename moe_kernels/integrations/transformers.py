@@ -6,13 +6,13 @@
     model.set_experts_implementation("moe_kernels")    # or from_pretrained(..., experts_implementation="moe_kernels")
 
 transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for every class of experts that
-it decorates with `use_experts_implementation` (64 in transformers 5.23). The module's own parameters are used in place:
+it decorates with `use_experts_implementation` (65 in transformers 5.23). The module's own parameters are used in place:
 no weight is copied or renamed, so that checkpoints, optimizers and adapters keep working.
 
-* A plain gate with SiLU or GELU (erf), its columns before those of up; no gate and SiLU, GELU (erf), ReLU or tanh; or
-  gpt_oss's clamped gate: `expert_mlp`.
-* Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
-  the norm, `combine`.
+* `expert_mlp` runs experts with a SiLU or GELU (erf) gate whose columns precede those of up; experts without a gate,
+  with SiLU, GELU (erf), ReLU or tanh; and gpt_oss's clamped gate.
+* Experts with another gate or activation, or with a norm after them, run as `grouped_gemm`, the module's own gate,
+  `grouped_gemm`, the norm, `combine`.
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
 * An unsupported module raises TypeError with its class and the reason; there is no fallback.
 
@@ -109,7 +109,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 class Router(nn.Module):
-    """A gate and a policy of moe_kernels.nn in the place of a router of transformers.
+    """A gate and a policy of moe_kernels.nn in place of a router of transformers.
 
         block.gate = Router(TreeGate(hidden_size, num_experts, trees=2), NonzeroWeights())
 
@@ -117,12 +117,12 @@ class Router(nn.Module):
     Mixtral's and Qwen3-MoE's do. Choices that the policy drops have index num_experts, which means no expert.
 
     Args:
-        gate: its input is the block's hidden size, its num_experts that of the block.
+        gate: with the block's hidden size as input and the block's number of experts.
         policy: one of moe_kernels.nn.policies; TokenChoice() keeps every choice.
 
-    Output: logits (T, E), the logarithm of the gates, so that their softmax in a balance loss of transformers is the
-    gates again where these sum to 1; weights (T, K) and index (T, K) int64 as the policy gives them.
-    `loss` () holds the gate's own regularisers of the last forward, to be added to the task's loss.
+    Output: logits (T, E), the logarithm of the gates: if the gates sum to 1, a balance loss of transformers gets the
+    gates back from its softmax; weights (T, K) and index (T, K) int64 as the policy gives them.
+    `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
     """
 
     def __init__(self, gate: Gate, policy: Any = None) -> None:
@@ -198,7 +198,7 @@ def _is_clamped(kind: type[nn.Module]) -> bool:
     return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# torch.compile calls it during tracing and keeps the result. torch's decorator for this mark would import the compiler.
+# Calls become constants in torch.compile. torch's decorator for this mark would import the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The models that paper 000, section 4.2.1, compares with its COMET MLP, by their published definitions.
+"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as published.
 
 In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask with
 probability 0.5 at any p, a gate that multiplies nothing). These models follow the paper; their docstrings name what the
@@ -32,8 +32,8 @@ class ScoredMLP(CometMLP):
     """A CometMLP whose masks come from the backbone. Masks are constants; gradients reach the active neurons.
 
     C_k is 1 for the k largest numbers, else 0.
-    by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete.
-    by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of the layer's input.
+    by = "activations": m_l = C_k(a_l), the model "topk": the pre-activations compete.
+    by = "inputs": m_l = C_k(V_l x_{l-1}), the model "layerwise": a frozen random projection of the layer's input.
     """
 
     by = "activations"
@@ -62,7 +62,7 @@ class ScoredMLP(CometMLP):
 
 
 class LayerwiseMLP(ScoredMLP):
-    """Layer-wise routing."""
+    """Layer-wise routing: see ScoredMLP."""
 
     by = "inputs"
 
@@ -81,11 +81,11 @@ class DropoutMLP(CometMLP):
 class MoEMLP(nn.Module):
     """floor(1 / p) experts, each an MLP with p N neurons a layer; a router chooses one of them (top-1).
 
-        y = softmax(r(x))_e expert_e(x),  e the largest of r(x)
+        y = softmax(r(x))_e expert_e(x),  e = argmax r(x)
 
-    The router r is an MLP with one hidden layer, as wide as an expert's. The expert's output is multiplied by the
-    router's probability, which gives the router a gradient; the paper does not say so. frozen: the router does not
-    train.
+    The router r is an MLP with one hidden layer, as wide as an expert's. The paper does not say whether the
+    router's probability multiplies the expert's output. Here it does, so that the router gets a gradient.
+    frozen: the router does not train.
     """
 
     def __init__(self, widths: Sequence[int], p: float, *, activation: str, frozen: bool) -> None:
@@ -142,9 +142,9 @@ def comparison_mlp(
 ) -> CometMLP | MoEMLP:
     """One of MODELS at keep fraction p.
 
-    "smaller" has hidden layers p N wide. "bernoulli" and "tied" are dense models that get `tied_masks` in training;
-    "l1" is the standard model, and its loss has one more term. All except "smaller", "moe" and "moe-fixed" have the
-    same initial weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
+    "smaller" has hidden layers p N wide. "bernoulli" and "tied" are dense models; recipes/comet.py passes them
+    `tied_masks` as bits. "l1" is the standard model; its loss has one more term. All except "smaller", "moe" and
+    "moe-fixed" have the same initial weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
     """
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)

@@ -14,9 +14,9 @@ from moe_kernels.models.transformer import Blocks
 class GPT(nn.Module):
     """Learned embeddings of tokens and positions, causal blocks, the token embedding as the last layer, like GPT-2.
 
-    The paper: GPT-2's sizes (12, 24, 36 layers of 768, 1024, 1280), hidden 4 dim, p = 0.5, tanh. p = 1 is the dense
-    model. Weights ~ N(0, 0.02^2), divided by sqrt(2 depth) in the last layers before a residual; the frozen routing has
-    its own distribution. Input: tokens (B, S), S at most `length`; output (B, S, vocabulary).
+    The paper: GPT-2's sizes (12, 24, 36 layers of dim 768, 1024, 1280), hidden = 4 dim, p = 0.5, tanh. p = 1 is the
+    dense model. Weights ~ N(0, 0.02^2), divided by sqrt(2 depth) in the last layers before a residual; the frozen
+    routing has its own distribution. Input: tokens (B, S), S at most `length`; output (B, S, vocabulary).
     """
 
     def __init__(

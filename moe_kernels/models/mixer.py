@@ -11,7 +11,7 @@ from moe_kernels.nn.comet import CometFFN
 class MixerBlock(nn.Module):
     """x + tokens(LN(x)^T)^T, then x + channels(LN(x)): a feed-forward layer over the patches and one over the channels.
 
-    The first is routed by a channel's values in all patches, the second by a patch. Input and output (B, S, D).
+    A mask of the first depends on one channel in all patches, of the second on one patch. Input and output (B, S, D).
     """
 
     def __init__(self, tokens: CometFFN, channels: CometFFN, dim: int) -> None:
@@ -27,8 +27,8 @@ class MixerBlock(nn.Module):
 class Mixer(nn.Module):
     """Patches, blocks, the mean over the patches and a linear head.
 
-    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh. In its base code the hidden layers are 4 times as wide
-    as the number of tokens, and half as wide as the channels. p = 1 is the dense model.
+    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh. p = 1 is the dense model. expansion: hidden widths
+    as multiples of the number of patches (4) and of channels (0.5), as in the paper's base code.
     Input (B, C * H * W), output (B, classes).
     """
 

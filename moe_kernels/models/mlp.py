@@ -26,8 +26,8 @@ def comet_mlp(
 ) -> CometMLP:
     """The paper's classifier: `layers` linear layers, the layers - 1 hidden ones `width` wide.
 
-    The paper: 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of the
-    public code. p = 1 is its "standard model". seed: draws backbone and routing; None: torch's own generator does.
+    The paper: 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; p = 1 is its "standard model".
+    softplus is the default of the public code. seed: draws backbone and routing; None: torch's own generator does.
     kind: CometMLP, or a class of models.comparison. Other arguments: as in CometMLP.
     Input (..., inputs), output (..., classes).
     """

@@ -1,4 +1,4 @@
-"""The recommender with two tasks of paper 001, supplement S1.2: shared experts, one gate for each task."""
+"""The two-task recommender of paper 001 (tree COMET), supplement S1.2: shared experts, one gate for each task."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MMoE(nn.Module):
 
     Args:
         num_users, num_movies: numbers of ids, which begin at 0.
-        gates: one for each task, with h (2 * embedding features) as input and the users as ids.
-        experts: with h as input and `width` outputs.
+        gates: one for each task; input h (2 * embedding features), ids: the users.
+        experts: from h to `width` outputs.
         search: the permutation that both tasks share, or None.
         embedding: features of a user and of a movie. head: width of the hidden layer of a task's head.
 

@@ -1,7 +1,7 @@
-"""Transformers with layers of experts: the GPT of paper 004 and the ViT of papers 002 and 003.
+"""Transformers with layers of experts: the GPT of paper 004 (CompeteSMoE), the ViTs of 002 (sparse) and 003 (V-MoE).
 
 The argument `layer` makes the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer.
-CompeteSMoE and the sparse ViT have experts in every block, GLaM in every second one, V-MoE in the last two of these.
+Blocks with experts: all in CompeteSMoE and the sparse ViT, every second one in GLaM, the last two of these in V-MoE.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class MoEBlocks(nn.Module):
 
 
 class MoEGPT(nn.Module):
-    """Tokens (B, S) -> logits (B, S, vocabulary) and the outputs of the layers of experts; gates' ids are the tokens.
+    """Tokens (B, S) -> logits (B, S, vocabulary) and the outputs of the layers of experts. Gates get the tokens as ids.
 
     Learned embeddings of tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Both
-    embeddings ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
+    embeddings ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers with dim = hidden from 264 to 352.
     relative: a learned bias of the attention (see Block) instead of position embeddings, as in GLaM; with
     activation="geglu" and experts in every second block the model is GLaM's.
     """
@@ -131,7 +131,7 @@ class MoEGPT(nn.Module):
         return [(each.fc1, each.fc2, each.activation) for each in self.modules() if isinstance(each, FeedForward)]
 
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
-        """states: as of MoEBlocks."""
+        """states: as in MoEBlocks."""
         h = self.tokens(x)
         if self.positions is not None:
             h = h + self.positions[: x.shape[1]]
@@ -142,8 +142,8 @@ class MoEGPT(nn.Module):
 class MoEViT(nn.Module):
     """Images (B, C * H * W) -> logits (B, classes) and the outputs of the layers of experts.
 
-    Patches, a class token, learned positions, blocks, a linear head on the class token. The gates of all tokens of an
-    image get its id, ids (B,). With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
+    Patches, a class token, learned positions, blocks, a linear head on the class token. ids (B,) has one id for each
+    image, which gates get for all of its tokens. With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class Blocks(nn.Module):
 
 @contextmanager
 def record_masks(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list to which every forward inside the block appends the masks, bool (..., H), of all CometFFNs in order."""
+    """A list; each forward in the `with` block appends the masks, bool (..., H), of all CometFFNs in order."""
     masks: list[Tensor] = []
 
     def append_mask(layer: CometFFN, args: tuple[Tensor, ...]) -> None:

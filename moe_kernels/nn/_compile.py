@@ -29,7 +29,7 @@ def on_the_host(reason: str) -> Callable[[Function], Function]:
                 disabled.append(torch.compiler.disable(function, reason=reason))
             return disabled[0](*args, **kwargs)
 
-        # Attributes that torch.compiler.disable sets: the compiler breaks its graph at the call and does not trace it.
+        # Attributes that torch.compiler.disable sets: they make the compiler break its graph at the call, untraced.
         call._torchdynamo_disable = True  # type: ignore[attr-defined]
         call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return cast(Function, call)

@@ -26,7 +26,7 @@ class OutputModule(nn.Module):
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter and random buffer anew, as the constructor does; needed after meta and to_empty."""
+        """Draws every parameter and random buffer anew, as the constructor does; needed after to_empty."""
         reset(self, generator)
 
     def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
@@ -75,12 +75,12 @@ class Outputs(list[Any]):
 
     @property
     def loss(self) -> Any:
-        """(): the sum of all losses of all layers; 0 if there are none."""
+        """The sum of all losses of all layers: a tensor (), or the int 0 if no layer ran."""
         return sum(output.loss for output in self)
 
 
 class _Thread(local):
-    """outputs: those of this thread's innermost collect_outputs. torch.compile cannot trace a ContextVar instead."""
+    """outputs: the list of this thread's innermost collect_outputs. torch.compile could not trace a ContextVar."""
 
     outputs: Outputs | None = None
 

@@ -50,7 +50,7 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """If keep_float32 is True, float32 parameters and buffers stay float32 when a model is narrowed (see Gate)."""
+    """If keep_float32 is True, float32 parameters and buffers stay float32 under `.half()` and the like (see Gate)."""
 
     keep_float32 = True
 

@@ -17,7 +17,7 @@ def is_recomputing() -> bool:
 def refuse_reentrant(name: str) -> None:
     """Raises if torch.utils.checkpoint(use_reentrant=True) calls the forward of a module that returns a dataclass.
 
-    That checkpoint gives gradients only to a tensor or a tuple of tensors; those of the dataclass would be lost. A
+    That checkpoint gives gradients only to a tensor or a tuple of tensors; gradients of a dataclass would be lost. A
     layer inside a checkpointed block that returns a tensor works, so only a direct call raises.
 
     Raises:

@@ -6,8 +6,7 @@
 
 C_k(c) is 1 for the k largest elements of c and 0 for the others; f is the backbone's activation, g the routing's.
 moe_kernels.kwta selects; this file has the parameters and the order of the calls.
-Eq. 7 has no bias. Eq. 1 and the public code have one in the backbone, so this file has one there too. The routing has
-no bias.
+Eq. 7 has no bias. The backbone here has one, as in eq. 1 and in the public code. The routing has no bias.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class FixedRouting(nn.Module):
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
     V_l (N_l, N_{l-1}) is the buffer `weight_l`. It is no parameter; it is saved in the state dict and moves with the
-    module. The masks depend only on x_0, so for samples that are used again they can be computed once (`kept`). Neither
+    module. The masks depend only on x_0, so those of samples that are used again can be computed once (`kept`). Neither
     V nor x_0 gets a gradient. x_0 is converted to the dtype of V, with or without autocast, so masks do not depend on
     autocast.
 
@@ -267,7 +266,7 @@ class CometFFN(nn.Module):
 class CometMLP(nn.Module):
     """The MLP of paper 000: L linear layers. A FixedRouting masks the L-1 hidden ones; the output is never masked.
 
-    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing does not run. It is still drawn and
+    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing does not run. V is still drawn and
     saved, so that state dicts of all p are interchangeable and a generator gives the same weights at every p.
 
     Args:
@@ -330,8 +329,8 @@ class CometMLP(nn.Module):
         bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known. The routing then does not run.
         samples: (...), for each row of x_0 the row of `bits` that is its mask. `bits` then holds the masks
             (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. A training step of the recipe on digits
-            (batches of 32, one thread) then takes 1.8, 1.3 and 1.03 times as long as that of the dense model, with 100,
-            500 and 1000 neurons.
+            (batches of 32, one thread) then takes 1.8, 1.3 and 1.03 times as long as that of the dense model, with
+            hidden layers of 100, 500 and 1000 neurons.
         """
         if bits is None and not self.dense:
             bits = self.router(x)

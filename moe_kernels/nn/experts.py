@@ -22,15 +22,14 @@ class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
     `rows(x, plan)` (R, Dout) are the experts' outputs for the R rows of the plan, before weighting. If several gates
-    share the experts, each computes combine(rows, plan, weights). A subclass defines `outputs`: the rows without
-    dropout.
+    share the experts, each computes combine(rows, plan, weights). A subclass defines `outputs`: rows before dropout.
 
-    Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which carries rows
-    to the ranks that own their experts and back. num_experts stays the number of all experts.
+    Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which sends rows
+    to the ranks that own their experts and outputs back. num_experts stays the number of all experts.
 
     Autocast: as torch.nn.Linear. If autocast is on for the device of x, x and the parameters are cast to autocast's
-    dtype, and the output has this dtype; gradients have the dtype of the parameters. As in torch, float64 is not cast.
-    Gate weights are not cast; rows are summed in float32, those of float64 in float64.
+    dtype, and the output has this dtype; each gradient has the dtype of its tensor. As in torch, float64 is not cast.
+    Gate weights are not cast. The weighted sums are computed in float32, those of float64 rows in float64.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
@@ -74,7 +73,7 @@ class Experts(nn.Module):
         return f"{shapes}, activation={self.activation!r}, dropout={self.dropout:g}"
 
     def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
-        """part: "output", or "rows" or "norms" for the method of that name.
+        """part: "output" returns the weighted sums (T, Dout); "rows" and "norms" what the method of that name returns.
 
         Layers and gates call the module, not the method, so that its hooks run: those of fully_shard gather parameters.
         """
@@ -90,7 +89,7 @@ class Experts(nn.Module):
 
 
 class ExpertLayer(Experts):
-    """Experts of one linear layer: dropout(act(x W_e + b_e)); paper 001 for MovieLens: ReLU, dropout 0.5.
+    """Experts of one linear layer: dropout(act(x W_e + b_e)); for MovieLens paper 001 has ReLU, dropout 0.5.
 
     Args:
         num_experts, dim, out: E, D, Dout.
@@ -143,8 +142,8 @@ class ExpertMLP(Experts):
     Args:
         num_experts, dim, hidden: E, D, H.
         out: Dout, D if None.
-        activation: as in expert_mlp; a gated one makes H values of 2 H columns.
-        dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` has it on each row instead.
+        activation: as in expert_mlp; a gated activation turns 2 H columns into H values.
+        dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` applies it to each row instead.
 
     Parameters: w_in (E, D, H, or 2 H if gated), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); each expert is
     initialised as two nn.Linear.

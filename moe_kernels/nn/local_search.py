@@ -1,13 +1,13 @@
-"""The local search of paper 001: a permutation of the experts, learned with the gate and then frozen.
+"""The local search of paper 001 (tree COMET): a permutation of the experts, learned with the gate and then frozen.
 
     S = sinkhorn(U, R, tau)                            (eqs. 7 and 8; U is learned; R iterations at temperature tau)
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
     regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
 Stage one has the training steps t = 1 .. T - 1, with log10 tau = -3 - 4 t / T and R = int(20 + 130 t / T). At t = T the
-last S becomes a permutation by linear assignment, and from then on U receives no gradient. With P for the permutation's
-matrix, the paper prints P g; the published code computes g P, as here. Evaluation always uses the hard permutation, in
-stage one as well.
+last S becomes a permutation by linear assignment, and from then on U receives no gradient. With the permutation's
+matrix P, the paper prints P g; the published code and this file compute g P. Evaluation always uses the hard
+permutation, in stage one as well.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class LocalSearch(KeepsFloat32):
 
         gates, regulariser = search(gates)
 
-    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass: that
-    uses the permutation of the last step, so every forward must have its backward before the next one. If several gates
+    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass. The
+    repeated forward uses the permutation of the last step, so each backward must precede the next forward. If gates
     share a permutation, call `permutation()` once a step and `permute` for each gate.
 
     Args:
         num_experts: n.
-        steps: T, the training step that ends stage one (the paper: after 1 to 10 epochs). 0 and 1 leave stage one
-            without a step, and the permutation is the identity.
-        permutations: 1, the paper's default, or one for every choice k of the gate. Then gates are
-            (..., permutations, n), each choice has its own permutation, and the result is their sum.
+        steps: T, the training step that ends stage one (the paper: after 1 to 10 epochs). With 0 or 1 stage one has
+            no step, and the permutation is the identity.
+        permutations: 1, the paper's default, or the number of the gate's choices. In the second case gates are
+            (..., permutations, n), each choice has its own permutation, and the result is the sum over choices.
         zeta: weight of the entropies.
-        renormalise: divide by the sum; False for gates that are not to sum to one.
+        renormalise: divide the permuted gates by their sum; False for gates that need not sum to one.
         schedule: "paper": in step t, tau = 10^(-3 - 4 t / T) and int(20 + 130 t / T) iterations. When stage one ends, S
-            is often no permutation (it was one for 0 of 100 random U with n = 16), and the loss jumps at the switch.
+            is rarely a permutation (for 0 of 100 random U with n = 16), and the loss jumps at the switch.
             "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S is then
             rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from 0.1 to 1e-6 over stage
-            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. All 100 then end as the
-            best assignment of their U.
+            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. For each of the
+            100 U, S then ends as the best assignment of U.
         bound: U ~ U(-bound, bound), drawn by `generator`.
         backend: as in sinkhorn.
-        noise: S in stage one is that of U + noise * Gumbel(0, 1), drawn every step by torch's generator
-            (Gumbel-Sinkhorn, Mena et al. 2018); the last S with its noise becomes the permutation. The paper has 0.
+        noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator
+            (Gumbel-Sinkhorn, Mena et al. 2018); the last noisy S becomes the permutation. The paper has 0.
 
     torch.compile breaks its graph in training, as every step differs; in evaluation it makes one graph.
 
@@ -71,10 +71,10 @@ class LocalSearch(KeepsFloat32):
     From `step` T on U has no gradient; inside torch.distributed it is zero instead, as DistributedDataParallel needs.
 
     Raises:
-        ValueError, TypeError: num_experts or permutations below 1, steps or noise below 0, an unknown schedule.
+        ValueError, TypeError: num_experts or permutations below 1, steps, bound or noise below 0, an unknown schedule.
         ImportError: scipy is missing, which hardening needs: pip install moe_kernels[assignment].
 
-    Source: paper 001, section 3.3, and the published code (schedule, entropies, direction).
+    Source: paper 001, section 4, and the published code (schedule, entropies, direction).
 
     Example:
         >>> search = LocalSearch(4, steps=10)
@@ -163,7 +163,7 @@ class LocalSearch(KeepsFloat32):
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step`: from 20 up to 149; for "wide" always 150. "annealed" takes at least 50."""
+        """R of training step `step`: 20 to 149, rising; for "wide" always 150. "annealed" raises it to at least 50."""
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -232,7 +232,7 @@ class LocalSearch(KeepsFloat32):
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
-        """zeta times the entropies of S and of S with its rows normalised; a constant, of the last S, if p is None."""
+        """zeta times the entropies of S = p and of S with its rows normalised; p None: the last S, as a constant."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
         normalised = soft / torch.where(totals == 0, 1, totals)
@@ -267,7 +267,7 @@ class LocalSearch(KeepsFloat32):
 
     @on_the_host("LocalSearch: linear assignment runs on the host")
     def _harden(self) -> None:
-        """harden gives the expert of each gate; argsort inverts it: `source` is the gate of each expert."""
+        """Sets `source`, the gate of each expert: argsort inverts what harden returns, the expert of each gate."""
         self.source.copy_(harden(self.assigned).argsort(-1))
         self._record_hardened()
 
@@ -278,7 +278,7 @@ def _matrix(source: Tensor, like: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of writes to a tensor; -1 for inference tensors, which have none."""
+    """Number of writes to a tensor; -1 for inference tensors, which do not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -40,7 +40,7 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
     """CV(sum over t of p_t)^2: every expert should get the same total weight.
 
     Args:
-        probs: (T, E), the softmax of the clean logits, without noise and before any choice.
+        probs: (T, E), the softmax of the logits without noise, before any choice.
         reduce: process group over whose ranks the means are taken, or None.
 
     Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (paper 003), appendix A, weight 0.005 there.
@@ -60,7 +60,7 @@ def load_loss(
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
 
     Args:
-        logits: (T, E), clean.
+        logits: (T, E), without noise.
         noisy_logits: (T, E), logits plus the noise that the gate used.
         k: choices a token, from 1 to E.
         noise_std: standard deviation of that noise, above 0; 1 / E in V-MoE. Without noise this loss is not defined.
@@ -138,7 +138,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         probs: (T, E), rows that sum to one.
         eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives no eps.
 
-    Gradient: to probs. Source: paper 002, token-wise inverse coefficient of variance (mu over var, as it prints it).
+    Gradient: to probs. Source: paper 002, section 3.2, token-wise inverse coefficient of variance (mu over var).
 
     Example:
         >>> inverse_cv(torch.tensor([[0.5, 0.5]])), inverse_cv(torch.tensor([[1.0, 0.0]]))
@@ -157,8 +157,8 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
 
-    Gradient: to probs. Source: paper 002, batch-wise inverse coefficient of variance. The paper sums over a whole
-    batch. That leaves one number for each expert, which has no variance, so here the sums are taken image by image.
+    Gradient: to probs. Source: paper 002, section 3.2, batch-wise inverse coefficient of variance. The paper sums over
+    a whole batch; one number for each expert has no variance, so here the sums are taken image by image.
 
     Example:
         >>> alike, apart = torch.full((2, 1, 2), 0.5), torch.eye(2)[:, None]
@@ -200,7 +200,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
 
 
 def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
-    """mean over rows of 1/2 sum (p - q)(log p - log q), p and q the softmax of the two (..., classes).
+    """mean over rows of 1/2 sum (p - q)(log p - log q), p and q the softmax of logits and others (..., classes).
 
     Gradient: to both. Source: paper 003 (THOR), consistency loss, summed there and divided by the tokens; MoEBERT's
     prediction distillation.
@@ -219,7 +219,7 @@ def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
     Args:
         leaf_probs: (T, K, E) of tree_gate.
 
-    Gradient: to leaf_probs. Source: paper 001, section 3.2, with the eps of the published code.
+    Gradient: to leaf_probs. Source: paper 001, section 3.3, with the eps of the published code.
 
     Example:
         >>> tree_entropy(torch.tensor([[[0.5, 0.5]]]))  # log 2
@@ -250,7 +250,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group; backward passes the mean's gradient to this rank's x unchanged."""
+    """The mean of x over the ranks of a group, x if it is None. Backward returns the mean's gradient unchanged."""
     if group is None:
         return x
     mean = x.detach() / group.size()

@@ -2,7 +2,7 @@
 
     y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
-By number of the paper:
+By number of the paper (001 tree COMET, 002 sparse ViT, 003 V-MoE, E^3 and THOR, 004 CompeteSMoE):
 
 001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
@@ -92,8 +92,8 @@ class MoE(OutputModule):
         gate: from nn.gates, with as many experts as `experts` has.
         experts: ExpertMLP or ExpertLayer.
         policy: one of nn.policies; None: TokenChoice(), which drops nothing.
-        expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
-            remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
+        expert_dropout: probability that training sets an expert's weight to zero for a sample (paper 002, 10 %); the
+            remaining weights are neither renormalised nor scaled. A sample is a row of x's first dimension.
         pass_through: add (1 - sum of the kept weights) x, so that a token without an expert stays as it is
             (StableMoE); needs Dout = D. Only for a layer without a residual around it. With an expert x + FF(LN(x)) of
             weight a, StableMoE computes a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)). A block with a residual
@@ -106,11 +106,11 @@ class MoE(OutputModule):
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
     to tensors alone; a direct call of a layer with output="all" raises RuntimeError there. A checkpointed function that
-    returns the layer's output is not recognised, and its result has no gradient.
+    returns the layer's output is not recognised, and its gradients are lost.
 
     Autocast: experts follow it as torch.nn.Linear does, and y has autocast's dtype. The gate computes in the dtype of
-    its parameters, so that rounding does not change the choice. With pass_through, y is a sum with x and has the dtype
-    that holds both.
+    its parameters, so that rounding does not change the choice. With pass_through, y is a sum with x and has their
+    common dtype (torch.promote_types).
 
     Example:
         >>> layer = MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), TokenChoice(1.25))
@@ -165,12 +165,12 @@ class MoE(OutputModule):
 
 
 class MultiGateMoE(OutputModule):
-    """Experts shared by several tasks, each with a gate of its own: every expert is evaluated once a token (MMoE).
+    """Experts shared by several tasks, each with its own gate (MMoE); an expert runs at most once for each token.
 
         y_task = sum over e of gate_task(x)_e expert_e(x)
 
-    For a token, an expert with weight exactly 0 in every task is not evaluated. This is how dense-to-sparse training
-    saves time. Paper 001 calls statistics["experts_per_token"] n/s.
+    An expert whose weight for a token is exactly 0 in every task does not run for it. This is how dense-to-sparse
+    training saves time. Paper 001 calls statistics["experts_per_token"] n/s.
 
     Args:
         gates: one for each task, all over the same experts; a gate given for several tasks runs once.
@@ -179,8 +179,8 @@ class MultiGateMoE(OutputModule):
 
     Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
     statistics are named "task0.name"; the losses of a shared gate belong to its first task. With a search in training
-    there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights that the experts got.
-    Autocast: as MoE. Source: paper 001, section 2; Ma et al. 2018.
+    there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights after the search.
+    Autocast: as MoE. Source: paper 001, section 5.1; Ma et al. 2018.
 
     Example:
         >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))
@@ -223,7 +223,7 @@ class MultiGateMoE(OutputModule):
 
 
 def plan_statistics(plan: RoutingPlan) -> dict[str, Tensor]:
-    """The statistics of any plan: rows a token, rows of every expert over T, and the share of dropped requests."""
+    """The statistics of any plan: rows per token, rows of every expert over T, and the share of dropped requests."""
     tokens = max(plan.num_tokens, 1)
     rows = plan.kept.sum() / tokens
     return {"experts_per_token": rows, "load": plan.kept / tokens, "dropped": plan.dropped_share}

@@ -156,7 +156,7 @@ class Exchange:
         return collectives.wait_tensor(self._all_to_all(tokens)).tolist()
 
     def own(self, parameter: Tensor | None) -> Tensor | None:
-        """The part of a parameter that this rank owns; its gradient is multiplied by 1 / n."""
+        """The part of a parameter that this rank owns; its gradient is divided by n."""
         if isinstance(parameter, DTensor):
             if parameter.device_mesh.ndim != 1:
                 raise ValueError(
@@ -218,17 +218,17 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class GlobalPolicy:
-    """Routes the tokens of all ranks together: a rank takes its part of the plan that one process would make for them.
+    """Routes the tokens of all ranks together: each rank takes its part of one plan for all of them.
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
     For expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002) and for a capacity that
-    all ranks share. Two all-gathers exchange the gate's weights and experts, T K each; then every rank computes the
-    whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this rank's own
-    tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the choice of
-    tokens has no gradient. The plan's `requested` and `dropped` count the tokens of all ranks. An expert's rows are in
-    the order of tokens. One process orders them otherwise for TokenChoice with a capacity and K > 1; the experts'
-    gradients then agree within rounding.
+    all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements each; then every rank
+    computes the whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this
+    rank's own tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the
+    choice of tokens has no gradient. The plan's `requested` and `dropped` count the tokens of all ranks. An expert's
+    rows are in the order of tokens. One process orders them otherwise for TokenChoice with a priority, or with a
+    capacity and K > 1; the experts' gradients then agree within rounding.
 
     Args:
         policy: any of nn.policies.
@@ -312,7 +312,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The largest absolute value. With fully_shard a rank's part may be empty, and amax fails for an empty tensor."""
+    """The largest absolute value. With fully_shard a rank's part may be empty; amax would fail for it."""
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
     largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
     for group in mesh.get_all_groups() if mesh is not None else ():

@@ -1,6 +1,6 @@
 """Policies of the layer `MoE`: they turn a gate's weights into a RoutingPlan.
 
-`policy(gate_output, training) -> (plan, weights)`: weights (T, K) belong to the slots of the plan.
+`policy(gate_output, training) -> (plan, weights)`: weights (T, K), one for each choice of the plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TokenChoice:
 
     Args:
         factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
-        factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
+        factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": `factor` again.
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
-            Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
+            Batch Prioritized Routing (V-MoE (paper 003), section 4; its published code has only "max").
         order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
             order of an expert's rows; with "token" the rows of n processes, concatenated, are those of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
@@ -85,7 +85,7 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class NonzeroWeights:
-    """Evaluates the experts whose weight is not exactly 0: dense-to-sparse training (paper 001).
+    """Evaluates the experts whose weight is not exactly 0: dense-to-sparse training (paper 001, tree COMET).
 
     For gates that at first give every expert a weight and later 0 to most of them, as a saturated tree does.
 
@@ -111,9 +111,9 @@ class ExpertChoice:
         multiple_of: if given, an expert takes expert_capacity(n, 1, E, factor, multiple_of) tokens instead; V-MoE's
             published code rounds up to a multiple of 4.
         group: number of tokens among which an expert chooses, such as those of an image; T must be a multiple of it.
-            None: among all.
+            None: among all tokens.
 
-    Source: paper 002, section 3; Zhou et al. 2022.
+    Source: Zhou et al. 2022; paper 002 (sparse ViT), section 4.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace has a tensor here
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # refuses the tensor of torch.jit.trace
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
@@ -154,7 +154,7 @@ class ExpertChoice:
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
     def _rows(self, group: int, num_experts: int) -> int:
-        """The tokens that an expert takes from a group of n = `group` tokens; see the arguments of the class."""
+        """Number of tokens that an expert takes from a group of n = `group` tokens; see the arguments of the class."""
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
@@ -164,11 +164,11 @@ class ExpertChoice:
 
 @dataclass(frozen=True)
 class PriorityRouting:
-    """A token gets one expert, the one with the highest gate that has room (paper 002; see plan_priority).
+    """A token gets one expert, the one with the highest gate that has room (sparse ViT, paper 002; see plan_priority).
 
     Args:
-        factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. At 1 no token is dropped, and the loads
-            are equal if E divides T; below 1 tokens may be dropped.
+        factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. From 1 on no token is dropped; at 1
+            all loads are equal if E divides T. Below 1 tokens may be dropped.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
@@ -193,7 +193,7 @@ def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPl
     first = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
     def merge(counts: Tensor) -> Tensor:
-        # Differences of a cumsum: a sum over a dimension `groups` would make torch.export guard on the tokens.
+        # Differences of a cumsum: a sum over a dimension `groups` would make torch.export guard on T.
         return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[first].diff()
 
     return replace(
@@ -208,7 +208,7 @@ def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPl
 def nonzero_choices(gates: Tensor, k: int) -> Tensor:
     """The experts whose gate is not exactly 0, as choices (T, min(k, E)) int32 for make_plan, padded with -1.
 
-    k: the largest number of such experts that a token may have.
+    k: an upper bound of the number of such experts of a token.
     """
     experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device)
     choices = torch.where(gates != 0, experts, -1)

@@ -26,7 +26,7 @@ def constant(step: int) -> float:
 
 
 def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
-    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. No step is taken at rate 0.
+    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. The warm-up never gives rate 0.
 
     Example:
         >>> rate = schedules.warmup(4, then=schedules.cosine(10))
@@ -62,7 +62,7 @@ def inverse_root(steps: int) -> LearningRate:
 
 
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
-    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), halves to even, clamped.
+    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), half to even, clamped.
 
     Set it as the k of a frozen TopKGate: SMoE-Dropout (Chen et al. 2023, a baseline of paper 004).
 
@@ -74,7 +74,7 @@ def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
 
 
 def falling_rate(step: int, period: int = 1000) -> float:
-    """2 / (2 + sqrt(i + 1)), i = step // period: the share of competition steps in paper 004's published code.
+    """2 / (2 + sqrt(i + 1)), i = step // period: `rate` of CompetitionGate in paper 004's published code.
 
     Example:
         >>> [round(schedules.falling_rate(step), 3) for step in (0, 1000, 8000)]
@@ -84,7 +84,7 @@ def falling_rate(step: int, period: int = 1000) -> float:
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """The module with all parameters frozen, such as the random router of SMoE-Fixed.
+    """The module, its parameters frozen, such as the random router of SMoE-Fixed (a baseline of paper 004).
 
     Example:
         >>> any(each.requires_grad for each in schedules.freeze(TopKGate(16, 4, 2)).parameters())

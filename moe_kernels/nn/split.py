@@ -1,5 +1,5 @@
-"""Splits a dense feed-forward layer into experts by the importance of its neurons; the losses of the distillation
-(MoEBERT, as paper 001 uses it).
+"""Splits a dense feed-forward layer into experts by the importance of its neurons; and the distillation loss
+(MoEBERT, as paper 001, tree COMET, uses it).
 
     I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
     expert e = the `share` most important neurons, then every E-th of the others from the e-th on, at most `hidden`
@@ -23,14 +23,14 @@ SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so padding n
 
 
 class NeuronImportance:
-    """Importance I (neurons) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
+    """Importance I (neurons) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the `with` block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
-    a sample's loss must depend on its own rows alone. Biases do not count. With pre = fc1(x), b the bias of fc1, h the
-    input of fc2 and d for gradients, the two terms of I are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the
-    tokens t of a sample. So no weight gradient of a single sample is computed.
+    a sample's loss must depend on its own rows alone. Biases do not count. Let pre = fc1(x) have the gradient dpre, the
+    input h of fc2 the gradient dh, and fc1 the bias b. Then the two terms of I are sum_t dpre_tj (pre_tj - b_j) and
+    sum_t h_tj dh_tj over the tokens t of a sample, and no weight gradient of a single sample is needed.
 
-    Source: Zuo et al. 2022 (MoEBERT), section 3.2; absolute value after adding the two terms, as its code has it.
+    Source: Zuo et al. 2022 (MoEBERT), section 3.2; the absolute value is of the sum of both terms, as in its code.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
@@ -61,7 +61,7 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Computes one of the two terms of I when the gradient of x is known; after the second term adds to `value`."""
+        """Computes one of the two terms of I in the backward pass; the second one of a pass updates `value`."""
         if not x.requires_grad:
             return
 
@@ -78,7 +78,7 @@ class NeuronImportance:
 
 
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
-    """The neurons of every expert, int64 in the order of their importance: `share` common ones, then its own.
+    """The neurons of every expert, int64, most important first: `share` common ones, then the expert's own.
 
     An expert gets at most `hidden` neurons. If num_experts does not divide the number of the other neurons, the last
     experts may get one neuron less.
@@ -101,7 +101,7 @@ def split_ffn(
 
     Args:
         importance: (neurons).
-        num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
+        num_experts, hidden, share: as in `split_neurons`; MoEBERT splits 3072 neurons with 4, 768 and 512.
         activation: "relu", "gelu", "silu" or "tanh".
 
     MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. For a token with one expert
@@ -134,14 +134,14 @@ def split_ffn(
 def distillation_loss(
     student: Sequence[Tensor], teacher: Sequence[Tensor], logits: Tensor, teacher_logits: Tensor
 ) -> Tensor:
-    """The mean squared differences of hidden states, summed over the layers, plus symmetric_kl of the predictions.
+    """Mean squared differences of the hidden states, summed over the pairs, plus symmetric_kl of the predictions.
 
     Args:
         student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher is a constant
             and must be in eval mode, without dropout.
         logits, teacher_logits: (B, classes).
 
-    Source: MoEBERT, section 3.4; weight 5 there, beside the task's cross-entropy.
+    Source: MoEBERT, section 3.4, which adds 5 times this loss to the task's cross-entropy.
 
     Example:
         >>> hidden, logits = [torch.zeros(2, 3)], torch.zeros(2, 5)

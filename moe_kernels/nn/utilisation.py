@@ -1,4 +1,4 @@
-"""How often every neuron of a masked network is active (paper 000, section 4.1.2)."""
+"""How often every neuron of a masked network is active (paper 000, kWTA COMET, section 4.1.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Utilisation:
         u_l[i] = number of samples b with m_l[b, i] = 1, over the number of samples
 
     Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks: `update`
-    and `share` do not wait for it, `dead` and `summary` do.
+    and `share` do not wait for it; `dead` and `summary` do.
 
     Example:
         >>> seen = Utilisation().update([torch.tensor([[True, False], [True, True]])])
@@ -36,7 +36,7 @@ class Utilisation:
 
         Raises:
             TypeError: a mask is not bool.
-            ValueError: layers that differ in their leading dimensions, or in number or width from the batches before.
+            ValueError: layers differ in their leading dimensions, or in number or width from those of earlier batches.
         """
         for layer, mask in enumerate(masks):
             if mask.dtype != torch.bool:
@@ -54,7 +54,7 @@ class Utilisation:
         return self._add(other.counts, other.samples) if other.counts else self
 
     def share(self) -> list[Tensor]:
-        """u_l, float64 (N_l), for every layer; NaN before the first sample."""
+        """u_l, float64 (N_l), for every layer: NaN without samples; no layers before the first update."""
         return [count.double() / self.samples for count in self.counts]
 
     def dead(self) -> list[Tensor]:

@@ -58,7 +58,7 @@ OPERATIONS: dict[str, Operation] = {
 class Row:
     """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run".
 
-    error, allowed: of the output with the largest ratio of the two. note: this output, or the reason of the verdict.
+    error, allowed: of the output with the largest error / allowed. note: this output, or the reason of the verdict.
     """
 
     operation: str
@@ -123,7 +123,7 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
-            # GPU kernels on CPU tensors run on an interpreter or executor, in about 1 ms for each program.
+            # On CPU tensors, GPU kernels run on an interpreter or executor: about 1 ms for each program.
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
 
 
@@ -132,7 +132,7 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
     try:  # around all cases: after a fault on a GPU every later call may raise
-        with threads(1):  # on small tensors torch's threads would wait longer than they work
+        with threads(1):  # on small tensors waiting for torch's threads costs more than their work
             for name, inputs in operation.cases(dtype, device, small):
                 count += 1
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
@@ -195,13 +195,13 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
-            # float64 has no wider reference: two ways to sum a row of 1024 differ by some 20 eps.
+            # float64 has no wider reference: two orders of summing a row of 1024 differ by some 20 eps.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth|; infinite if an element is finite in only one of them."""
+    """Largest |got - truth| over the largest finite |truth|; a NaN difference counts as inf, an infinite as 1.8e308."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
     error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
@@ -211,7 +211,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """x, its floating elements as integers of the same bits."""
+    """x; if its dtype is floating, its bits as integers."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
 

@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 
 def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """A plan, tokens x, rows and weights."""
+    """Cases of a plan, tokens x, rows and weights."""
     generator = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)

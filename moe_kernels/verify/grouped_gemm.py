@@ -15,13 +15,13 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # nested sums in two orders differ by up to 3.5 epsilons in 25 draws; 4.4 was seen once
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-# Whole tiles in every kernel; so large that the CPU backend multiplies with torch instead of C++, except on AMD.
+# Whole tiles in every kernel. The CPU backend multiplies these in torch above 25 threads or with AMX, else in C++.
 LARGE, TOKENS = (512, 512, 512), 300
-NARROW = (128, 128, 128)  # tensor-core kernels use other tiles for few columns
+NARROW = (128, 128, 128)  # tensor-core kernels have other tiles for few columns
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """A plan, an activation, and the tensors of an expert MLP."""
+    """Cases of a plan, an activation, and the tensors of an expert MLP."""
     activations, generator = (None, *grouped_gemm.ACTIVATIONS), torch.Generator().manual_seed(0)
     calls = [(*routing, activations[i % len(activations)], SIZES[i % 3]) for i, routing in enumerate(routings(small))]
     if not small:

@@ -1,4 +1,4 @@
-"""kWTA on kinds of rows, sizes, winners, tie rules and layouts."""
+"""kWTA on kinds of rows, sizes, numbers of winners, tie rules and layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _layout(x: Tensor, layout: str) -> Tensor:
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Kinds of rows x sizes x winners x tie rules; if `small` or above 100 columns one tie rule for each case.
+    """Kinds of rows x sizes x k x tie rules; if `small` or above 100 columns, one tie rule for each k.
 
     Layout and `values` are random, independent of the tie rule.
     """

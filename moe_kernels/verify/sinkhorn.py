@@ -13,11 +13,11 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    # n above 64: kernels read the matrix again in every iteration.
+    # Above n = 64 GPU kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
-        # Float64 has no low temperatures: with tau = 1e-7 rounding moves scores / tau by 1e-9, and with 0.05 gradients
-        # are differences of terms a hundred times as large.
+        # No low temperatures in float64: with tau = 1e-7 rounding changes scores / tau by 1e-9, and with tau = 0.05
+        # gradients are differences of terms a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=generator).to(dtype)
@@ -34,7 +34,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    # At low temperatures p is a matrix of zeros and ones, and its gradient is rounding errors times 1 / tau.
+    # At low temperatures p is a matrix of zeros and ones, and its gradient consists of rounding errors times 1 / tau.
     leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
     return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
 

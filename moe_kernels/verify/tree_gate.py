@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _inputs(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
     generator = torch.Generator().manual_seed(0)
-    # In 16 bits, one tree of at most 64 experts has its own kernel if dim is a multiple of 16.
+    # Triton has a kernel of its own for one tree of at most 64 experts in 16 bits, if dim is a multiple of 16.
     many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024), (65, 80, 1, 64))
     for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5), (3, 16, 1, 6)) if small else many:
         weights = {"split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
@@ -42,8 +42,8 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     for name, inputs in _inputs(dtype, device, small):
-        # 16-bit dtypes have no case gamma = 3: pre-activations are rounded to 16 bits after sums in an order of each
-        # backend, so of two nearly equal leaves each may choose another one.
+        # 16-bit dtypes have no case gamma = 3: each backend sums in its own order, then rounds pre-activations to
+        # 16 bits, so backends may choose different ones of two nearly equal leaves.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 

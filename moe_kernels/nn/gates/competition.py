@@ -31,13 +31,13 @@ class CompetitionGate(Gate):
         experts: the ExpertMLP of the same layer; not a submodule of this gate, since the layer owns it.
         rate: lambda, the probability of a competition step in training, a number or a function of the step from 0;
             every layer draws for itself.
-        alpha: weight of the router loss.
+        alpha: weight of the router loss, as in the published code; eq. 5 weights the task's loss instead.
         through_norms: whether the output's gradient reaches the experts also through the norms that weight them, as in
             the published code, or only through their outputs. The target of the loss is a constant in both cases.
-        coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The host draws
-            and waits for no device; in training torch.compile breaks its graph there.
+        coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The draw is on
+            the host and waits for no device; in training torch.compile breaks its graph there.
 
-    Autocast: the norms are computed in autocast's dtype; router, weights and loss in that of the parameters.
+    Autocast: the norms are computed in autocast's dtype; router, weights and loss in the parameters' dtype.
 
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
     competition steps "agreement" (), the share of the k winners that the router also chooses.
@@ -87,7 +87,7 @@ class CompetitionGate(Gate):
 
     @on_the_host("CompetitionGate: the host draws whether experts compete")
     def _draw_competition(self) -> bool:
-        """Whether this step is a competition."""
+        """Draws whether this step is a competition, and counts the step."""
         repeated = is_recomputing()  # a checkpoint has then restored torch's own generator, but not `coin`
         if repeated and self.coin is not None:
             return self._competed
@@ -102,7 +102,7 @@ class CompetitionGate(Gate):
         k = self.router.k
         norms = experts(x, None, None, part="norms")
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k, backend=self.router.backend)
-        # The router's input is a constant here, since the loss trains only the router (eq. 4).
+        # The router's input is a constant here, since the loss trains only the router (eqs. 4 and 5).
         logits = self._logits(x.detach())
         router_weights, chosen = topk_gate(logits, k, backend=self.router.backend)
         loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)

@@ -1,4 +1,4 @@
-"""DSelect-k (Hazimeh et al. 2021), paper 001's differentiable baseline: k selectors that pick an expert by its bits."""
+"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors, each picks an expert by its bits."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class DSelectKGate(Gate):
     Args:
         dim: D.
         num_experts: E >= 2.
-        k: selectors.
+        k: number of selectors.
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) if E is no power of two: codes from
-            E on have no expert, and the weight of a selector on them is lost. Gates are not renormalised.
+            E on have no expert, and weight that a selector gives them is lost. Gates are not renormalised.
         generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator. c starts at 0.
 
     Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of
     gates of at least 1e-5. Gradient: to x and the parameters of `code` (Z, c) and `mix` (A, a).
 
-    Source: Hazimeh et al. 2021, with the entropy averaged over the batch as paper 001's code has it.
+    Source: Hazimeh et al. 2021, with the entropy averaged over the batch as in paper 001's code.
 
     Example:
         >>> DSelectKGate(16, 8, 2)(torch.randn(4, 16)).gates.shape

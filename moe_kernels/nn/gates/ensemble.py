@@ -16,21 +16,21 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class EnsembleGate(Gate):
-    """Member m of M chooses k of its own E / M experts, from m E / M on, by V-MoE's softmax-then-top-k.
+    """Member m of M chooses k of its own experts m E / M .. (m + 1) E / M - 1, by V-MoE's softmax, then top-k.
 
     Args:
         dim: D.
         num_experts: E, a multiple of members.
         members: M.
         k: from 1 to E / M.
-        noise: N(0, (M / E)^2) on a member's E / M logits in training.
+        noise: whether training adds N(0, (M / E)^2) to a member's E / M logits.
         generator: draws the noise; None is torch's own generator.
         importance, load: coefficients of V-MoE's losses in training, computed for each member over its own experts and
             tokens and averaged over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
     (M, D, E / M), initialised as M nn.Linear without bias. A policy computes the capacity from all E experts.
-    Source: paper 003, section 5.
+    Source: E^3 (Allingham et al. 2021), which paper 003 describes.
 
     Example:
         >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member

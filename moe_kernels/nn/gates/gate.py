@@ -27,9 +27,9 @@ class GateOutput:
     * num_experts: E.
     * dense: whether the gate gives every expert a weight.
     * losses: scalars by name, times their coefficients, to be added to the task's loss; none in evaluation.
-    * records: detached tensors by name; `statistics` are computed from them when they are read.
+    * records: detached tensors by name, from which `statistics` computes its scalars.
 
-    `gates` (T, E) holds the weights of all experts, 0 where one was not chosen.
+    `gates` (T, E) holds the weights of all experts, 0 for one that was not chosen.
     A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
 
     Example:
@@ -55,7 +55,7 @@ class GateOutput:
 
     @property
     def gates(self) -> Tensor:
-        """(T, E): every expert's weight, 0 where it was not chosen."""
+        """(T, E): every expert's weight, 0 if it was not chosen."""
         if self.dense:
             return self.weights
         # Choices without an expert (-1) go to an extra column, so that they overwrite no weight.
@@ -98,9 +98,9 @@ class Gate(KeepsFloat32, OutputModule):
     torch.utils.checkpoint restore one, so a gate that draws from it raises an error when a checkpoint runs it again.
 
     keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
-    model. A narrowed model then routes as the trained one did; logits rounded to bfloat16's 8 bits could send a token
-    with two close experts to the other one. Set it to False on a gate before such a call to narrow the gate too.
-    `dtype=` of a constructor is always obeyed. FSDP2 narrows parameters itself: give gates a group of their own,
+    model. Logits rounded to bfloat16's 8 bits could send a token with two close experts to the other one. Set
+    keep_float32 to False on a gate before such a call to convert the gate too.
+    `dtype=` of a constructor is always obeyed. FSDP2 casts parameters itself: give gates a group of their own,
     fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
@@ -151,7 +151,7 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if they are None or do not fit.
 
-        Ids outside [0, count) raise on the CPU. On a GPU this check would wait; torch's indexing asserts there.
+        Ids outside [0, count) raise on the CPU. On a GPU this check would wait for the device; indexing asserts there.
         """
         name = type(self).__name__
         if ids is None:
@@ -165,7 +165,7 @@ class Gate(KeepsFloat32, OutputModule):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
 
-    known = check_ids  # the former name, for gates written before 2026-11-24
+    known = check_ids  # former name, kept for gates written before 2026-11-24
 
 
 class TopKRouter(Gate):
@@ -192,10 +192,10 @@ class TopKRouter(Gate):
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1 / E^2) like logits (T, E): V-MoE's (paper 003), and the epsilon of the sparse ViT's gate (paper 002)."""
+    """N(0, 1 / E^2) like logits (T, E): V-MoE's noise (paper 003) and epsilon in the sparse ViT's gate (paper 002)."""
     return normal_like(logits, generator) / logits.shape[-1]
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1) like x. torch.compile cannot trace torch.randn with sizes that are not known yet."""
+    """N(0, 1) like x. torch.compile cannot trace torch.randn with symbolic sizes."""
     return torch.empty_like(x).normal_(generator=noise_generator(generator))

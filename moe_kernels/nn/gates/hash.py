@@ -1,4 +1,4 @@
-"""Hash gates: an id's expert is drawn once and never learned (paper 001's baseline, and MoEBERT's)."""
+"""Hash gates: an id's expert is fixed before training and never learned (a baseline of paper 001, and MoEBERT's)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HashGate(TableGate):
     Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. `table`
     (num_ids,) holds the expert of every id.
 
-    Source: paper 001, section 4 ("Hash-r"); MoEBERT's hash-random and hash-balance.
+    Source: paper 001 (tree COMET), section 5.1 ("Hash-r"); MoEBERT's hash-random and hash-balance.
 
     Example:
         >>> gate = HashGate(num_ids=100, num_experts=4)
@@ -67,7 +67,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes the experts of the ids that occur into the table, each the least loaded one so far."""
+    """Writes the expert of every id that occurs into the table: the least loaded expert so far."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

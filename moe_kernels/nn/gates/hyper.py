@@ -1,4 +1,4 @@
-"""HyperRouter: a frozen network computes the router's weights from a trained embedding."""
+"""HyperRouter, a baseline of paper 004: a frozen network computes the router's weights from a trained embedding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class HyperRouterGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: choices of a token, from 1 to E.
-        hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the published code.
+        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in the published code.
         backend: as in topk_gate.
 
-    Parameters: `embedding` v (1, D), trained, and `hypernetwork`, frozen. Source: Do et al. 2023, baseline of 004.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork`, frozen. Source: Do et al. 2023.
 
     Example:
         >>> HyperRouterGate(16, 4, 2)(torch.randn(8, 16)).experts.shape

@@ -1,4 +1,4 @@
-"""Manual routing: the expert of every label is given (paper 002)."""
+"""Manual routing: the expert of every label is given (paper 002, sparse ViT)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ManualGate(TableGate):
     """Tokens of label l go to expert assignment[l] with weight 1; `ids` are the labels. No parameters.
 
     Args:
-        assignment: the expert of every label, from 0; paper 002's for the digits is gates.manual.MNIST.
+        assignment: the expert of every label, from 0; gates.manual.MNIST is paper 002's for the digits.
         num_experts: E; by default one more than the largest in assignment.
 
     Source: paper 002, section 4.4, Table 6, which trains the experts this way, then freezes them and trains a gate.

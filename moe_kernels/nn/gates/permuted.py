@@ -1,4 +1,4 @@
-"""A gate with a learned permutation of its experts: the "+" of paper 001 for a single gate."""
+"""A gate with a learned permutation of its experts: the "+" of COMET+ and Hash-r+ (paper 001) for a single gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PermutedGate(Gate):
     """gates = search.permute(gate(x).gates). For tasks that share experts, use the `search` of MultiGateMoE instead.
 
     Output: dense, (T, E). While the search learns, every expert has a weight. Later only permuted choices of `gate`
-    have one, and the policy NonzeroWeights evaluates no others. losses: those of `gate` and, in training,
+    have one, and the policy NonzeroWeights evaluates only these. losses: those of `gate` and, in training,
     "permutation". A forward in training is a step of the search.
 
     Example:

@@ -1,4 +1,4 @@
-"""The dense softmax gate, the plainest of paper 001's baselines and phase one of the sparse ViT (paper 002)."""
+"""The dense softmax gate: a baseline of paper 001 (tree COMET), and phase one of the sparse ViT (paper 002)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class SoftmaxGate(Gate):
         dim: D.
         num_experts: E >= 1.
         bias: whether there is a b.
-        noise: N(0, 1 / E^2) on the logits in training (paper 002), none in evaluation.
-        importance: coefficient of nn.importance_loss of the clean probabilities; 0: none.
+        noise: whether training adds N(0, 1 / E^2) to the logits (paper 002).
+        importance: coefficient of nn.importance_loss of the probabilities without noise; 0: none.
         generator: draws the noise; None is torch's own generator.
 
     Output: dense. losses: in training "importance", if its coefficient is not 0. Parameters: `linear`, initialised as
     nn.Linear. Gradient: to x and the parameters.
 
-    Source: paper 001, section 4 ("Softmax"); paper 002, section 3.
+    Source: paper 001, section 5.1 ("Softmax"); paper 002, section 3.2.
 
     Example:
         >>> SoftmaxGate(16, 4)(torch.randn(8, 16)).gates.shape

@@ -20,12 +20,12 @@ class StableGate(Gate):
     evaluation, expert = argmax_i (embedding[id] W_r)_i. The weight is sigmoid(s_expert) in both. A block computes
     x + weight FF(LN(x)). A layer without a residual around it adds (1 - weight) x: MoE(..., pass_through=True).
 
-    Losses of stage one, with n_i the tokens of expert i and nbar the mean of n_i:
+    Losses of stage one, with n_i the number of tokens of expert i and nbar the mean of n_i:
 
     * "balance": balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
     * "distill": distill * mean over tokens of CE(embedding[id] W_r, argmax s)
 
-    The published code sums both losses over tokens, as it does the task's loss; here all three are means.
+    Both are means over tokens, to be added to a task loss that is a mean. The published code sums all three instead.
 
     Args:
         dim: D.
@@ -38,7 +38,7 @@ class StableGate(Gate):
     Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
     "distill" alone; the choice is a constant. State dicts keep `stage`.
 
-    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
+    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004 (CompeteSMoE). Experts train in both stages.
 
     Example:
         >>> gate = StableGate(16, 4, vocabulary=100)

@@ -1,4 +1,4 @@
-"""Two gates, used one after the other: a dense and a sparse one (paper 002), or one by label and a learned one."""
+"""Two gates, used one after the other: a dense and a sparse one (paper 002), or a ManualGate and a learned one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StagedGate(Gate):
     """first(x) in stage one, second(x) from stage two on; the training loop sets `stage` before a step.
 
     Args:
-        first, second: over the same experts.
+        first, second: gates over the same experts.
         distill: in stage two, weight of the mean over tokens of KL(first's gates || softmax of second's logits); second
             must then be a TopKGate.
         second_in_evaluation: evaluation uses the second gate in stage one too, for example if the first needs labels.
 
     The training loop selects the parameters that train: nn.schedules.train_gates_alone(model) in stage two of the
-    sparse ViT, all of them in stage three. losses: those of the gate in use, and "distill". State dicts keep `stage`.
+    sparse ViT, all in stage three. losses: those of the gate in use, and "distill". State dicts keep `stage`.
 
-    Source: paper 002, section 3.
+    Source: paper 002 (sparse ViT), section 3.2.
 
     Example:
         >>> gate = StagedGate(SoftmaxGate(16, 4), TopKGate(16, 4, 1))

@@ -1,4 +1,4 @@
-"""THOR's gate (paper 003): random experts, and a loss that makes them agree."""
+"""THOR's gate (paper 003): random experts, for a loss that makes them agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RandomGate(Gate):
     """One uniformly random expert with weight 1; no parameters.
 
     In training every call draws one expert for the whole batch, so that two passes over a batch usually use different
-    experts: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both.
+    experts. THOR's loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both.
 
     Args:
         num_experts: E.
@@ -26,7 +26,7 @@ class RandomGate(Gate):
             those of a sentence; the published code's second mode draws by position instead.
         generator: draws the experts, on the device of x; None is torch's own generator.
 
-    Source: paper 003 (THOR), section 3 and algorithm 1.
+    Source: THOR (Zuo et al. 2021, which paper 003 describes), section 3 and algorithm 1.
 
     Example:
         >>> experts = RandomGate(4)(torch.randn(8, 16)).experts

@@ -27,9 +27,9 @@ class TopKGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: from 1 to E.
-        order: as in topk_gate; with k = 1 only "softmax_topk" has a gradient.
-        noise: in training None; "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (paper 001's
-            baseline); or "vmoe", N(0, 1 / E^2) (paper 003). None in evaluation.
+        order: as in topk_gate; with k = 1 weights have a gradient only in "softmax_topk".
+        noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first
+            (paper 001's baseline); "vmoe", N(0, 1 / E^2) (V-MoE, paper 003); or None. Evaluation has no noise.
         bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE (paper 004).
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
@@ -37,12 +37,12 @@ class TopKGate(TopKRouter):
         generator: draws the noise; None is torch's own generator.
         backend: as in topk_gate.
 
-    Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
-    nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: through the weights, with jitter also to W_n;
-    the choice is a constant.
+    Output: sparse, choices in descending order. losses: in training those with a coefficient. Parameters: `linear`,
+    initialised as nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: through weights and losses,
+    with jitter also to W_n; the choice is a constant.
 
-    Source: paper 001, section 4 ("Top-k"), without the fault of its code, which drops a chosen logit of 0; paper 003,
-    eq. 3 and appendix A.
+    Source: paper 001, section 5.1 ("Top-k"), without the fault of its code, which drops a chosen logit of 0;
+    V-MoE (paper 003), eq. 3 and appendix A.
 
     Example:
         >>> gate = TopKGate(16, 8, 2, order="softmax_topk", noise="vmoe", importance=0.005, load=0.005)

@@ -1,4 +1,4 @@
-"""The tree gate of paper 001 (COMET's): K soft trees over the experts, learned with them."""
+"""The tree gate of paper 001 (tree COMET): K soft trees over the experts, learned with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
 
 
 class TreeGate(Gate):
-    """gates = tree_gate(x) over K trees.
+    """gates = tree_gate(x), with K soft trees.
 
     Args:
         dim: P.
@@ -24,14 +24,14 @@ class TreeGate(Gate):
         trees: K.
         gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert.
-        bias: whether nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
-        parity: as in tree_gate. tree_route needs none: the only leaf of a saturated tree has weight 1.
-        route: evaluation uses tree_route if every tree of the batch is saturated. The check waits for a GPU. Other
-            batches, the meta device, torch.compile and torch.export use the dense gate, whose result is the same.
+        bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.
+        parity: as in tree_gate. tree_route needs none: a saturated tree has one leaf, of probability 1.
+        route: evaluation uses tree_route if every tree is saturated for every token; the result is the dense gate's.
+            The check waits for a GPU. On the meta device, in torch.compile and torch.export the dense gate runs.
         generator: draws the parameters; None is torch's own generator.
         backend: as in tree_gate.
 
-    Output: dense, gates (T, E); after tree_route sparse, one expert a tree. losses: "entropy" in training.
+    Output: dense, gates (T, E); after tree_route sparse, at most one expert a tree. losses: "entropy" in training.
     statistics: "experts_per_sample", the mean number of gates of at least 1e-5; after tree_route also "nodes_visited",
     the mean number of nodes visited in a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100),
     leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the
@@ -103,7 +103,7 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route; None if a tree is not saturated, as the dense gate's output would then differ."""
+        """The output of tree_route; None if a tree is not saturated: the dense gate's output would then differ."""
         # With statistics=True tree_route returns three values; its annotation has two.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):

@@ -1,4 +1,4 @@
-"""XMoE's gate: scores of a low-dimensional projection with expert embeddings, in three versions of the cosine."""
+"""XMoE's gate: scores a low-dimensional projection of x against expert embeddings, by three versions of the cosine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class XMoEGate(TopKRouter):
 
     * "code": score_i = <r, e_i> / ||e_i||. In training every forward first sets e_i to norm 1.5, without a gradient.
       r is not normalised. This is what the published code computes. fully_shard discards the rescaled copy after each
-      step, so that the embeddings keep other norms and learn at another pace than in one process; DDP keeps it.
+      step, so that the embeddings have other norms and learn at another pace than in one process; DDP keeps the copy.
     * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
     * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 
