@@ -76,9 +76,9 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module in _INCLUDED.findall(path.read_text()):
             if module:
-                places = (root / "moe_kernels/backends" / f"{module.replace('.', '/')}.py",)
+                places = [root / "moe_kernels/backends" / f"{module.replace('.', '/')}.py"]
             else:
-                places = path.parent / header, root / "csrc/include" / header
+                places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
     return sorted(found)
 

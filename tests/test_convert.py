@@ -118,6 +118,11 @@ def without(state, key):
         ),
         (lambda: convert.to_linear({"w_in": torch.ones(1)}), KeyError, "to_linear: w_out is missing"),
         (
+            lambda: convert.to_linear(mnn.ExpertMLP(E, D, H, activation="swiglu").state_dict(), names=("a", "b")),
+            ValueError,
+            r"to_linear: names must be \(gate, up, down\) for the gated experts",
+        ),
+        (
             lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D), "down_proj": torch.ones(E, D, H)}),
             ValueError,
             "from_stacked: expected w_in",

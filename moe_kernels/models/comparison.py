@@ -39,6 +39,7 @@ class ScoredMLP(CometMLP):
     by = "activations"
 
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
+        _refuse_bits(self, bits, samples)
         return self.output(self._hidden(x))
 
     def masks(self, x: Tensor) -> list[Tensor]:
@@ -73,9 +74,15 @@ class DropoutMLP(CometMLP):
     rate = 0.5
 
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
+        _refuse_bits(self, bits, samples)
         for layer in self.hidden:
             x = F.dropout(layer(x), self.rate, self.training)
         return self.output(x)
+
+
+def _refuse_bits(model: nn.Module, bits: object, samples: object) -> None:
+    if bits is not None or samples is not None:
+        raise ValueError(f"{type(model).__name__}: takes no bits and no samples, since it makes its own masks")
 
 
 class MoEMLP(nn.Module):
@@ -165,8 +172,9 @@ def tied_masks(samples: int, width: int, p: float, always: int, device: torch.de
     The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0 is
     Bernoulli masking, else example-tied dropout (Maini et al. 2023). torch's own CPU generator draws the masks.
     """
-    shared = torch.arange(width) < always
+    shared = torch.arange(width, device="cpu") < always
     packed = [
-        pack_bits((torch.rand(min(chunk, samples - first), width) < p) | shared) for first in range(0, samples, chunk)
+        pack_bits((torch.rand(min(chunk, samples - first), width, device="cpu") < p) | shared)
+        for first in range(0, samples, chunk)
     ]
     return torch.cat(packed).to(device)

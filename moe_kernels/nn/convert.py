@@ -83,6 +83,8 @@ def to_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) ->
     """
     names = _names("to_linear", names)
     _check("to_linear", state, gated=len(names) == 3)
+    if len(names) == 2 and state["w_in"].shape[2] != state["w_out"].shape[1]:
+        raise ValueError(f"to_linear: names must be (gate, up, down) for the gated experts of this state; got {names}")
     found = {}
     for kind, inner, outer in (("weight", "w_in", "w_out"), ("bias", "b_in", "b_out")):
         if inner in state:

@@ -201,10 +201,10 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth|; a NaN difference counts as inf, an infinite as 1.8e308."""
+    """Largest |got - truth| over the largest finite |truth|; a difference of NaN counts as infinite."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
-    error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
+    error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
     size = truth.abs()[truth.isfinite()]
     scale = float(size.max()) if size.numel() else 0.0
     return float(error.max()) / (scale or 1.0) if error.numel() else 0.0

@@ -15,8 +15,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # nested sums in two orders differ by up to 3.5 epsilons in 25 draws; 4.4 was seen once
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-# Whole tiles in every kernel. The CPU backend multiplies these in torch above 25 threads or with AMX, else in C++.
-LARGE, TOKENS = (512, 512, 512), 300
+LARGE, TOKENS = (512, 512, 512), 300  # whole tiles in every kernel
 NARROW = (128, 128, 128)  # tensor-core kernels have other tiles for few columns
 
 
@@ -27,6 +26,11 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
     if not small:
         experts = torch.randint(2, (TOKENS, 2), generator=generator)
         calls += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
+        # With two threads or more, the CPU backend multiplies these in torch.
+        calls += [
+            ("few rows of a large expert", experts[:20] * 0, 1, None, activation, LARGE)
+            for activation in (None, "relu")
+        ]
         calls += [("narrow experts", experts, 2, None, activation, NARROW) for activation in (None, "gelu", "swiglu")]
     for name, experts, num_experts, capacity, activation, (dim, width, dout) in calls:
         if num_experts > 128:  # slow: the reference computes one expert after the other

@@ -26,8 +26,11 @@ def routings(small: bool) -> Iterator[tuple[str, Tensor, int, int | None]]:
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
-        priority = torch.randint(0, 5, (experts.shape[0],)).to(dtype).to(device) if index % 2 else None
+        priority = (
+            torch.randint(0, 5, (experts.shape[0],), generator=generator).to(dtype).to(device) if index % 2 else None
+        )
         order = plan.ORDERS[index // 2 % 2]
         chosen = experts.to(torch.int32 if index % 3 else torch.int64).to(device)
         inputs = {"experts": chosen, "num_experts": num_experts, "capacity": capacity, "priority": priority}

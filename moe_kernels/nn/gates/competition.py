@@ -93,7 +93,7 @@ class CompetitionGate(Gate):
             return self._competed
         step = self.steps - repeated
         rate = self.rate(step) if callable(self.rate) else self.rate
-        self._competed = torch.rand((), generator=self.coin).item() < rate
+        self._competed = torch.rand((), generator=self.coin, device="cpu").item() < rate
         self.steps = step + 1
         return self._competed
 
