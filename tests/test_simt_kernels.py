@@ -32,9 +32,10 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a part of a warp, a warp, and blocks of up to 512 threads: consecutive, apart, unaligned."""
+    """Rows for a part of a warp, a warp, and blocks of up to 512 threads: consecutive, apart, unaligned. The longest,
+    if unaligned, does not fit the registers of its block, which reads it several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
-    sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, BF16)]
+    sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):
         parts = (test_kwta_edges.rows_of(n), test_kwta_edges.rows_of(n), torch.randn(test_kwta_edges.ROWS, n))
         x, values, grad = (

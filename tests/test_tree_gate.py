@@ -175,7 +175,7 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     if target.executed:
         # On CUDA the second (backward the last too) takes several blocks, the last one partial. Triton has a layout of
         # its own for multiples of 16 leaves.
-        few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (9, 4, 2, 64))
+        few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
         # CUDA has kernels for powers of two: forward from 8 to 1024, backward from 32 to 512. The former also take
         # smaller trees, with leaves left out; not 260 and 520, for which a lane would have leaves at two depths.
         own = (
