@@ -17,7 +17,7 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Largest expert, in multiply-adds, that C++ multiplies in any case: one thread needs some 50 us for it.
+# Largest expert, in multiply-adds, that C++ multiplies in any case: one thread needs some 60 us for it.
 SMALL = 2**21
 # Fewest rows for each thread with which C++ multiplies large experts. With fewer rows torch.mm is faster: its threads
 # share the columns.
