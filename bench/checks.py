@@ -96,7 +96,8 @@ def sanitizers(
 
     seconds: limit for all of them. log: file for the output of failed runs.
     """
-    program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
+    program = shutil.which("compute-sanitizer")
+    until = float("inf") if seconds is None else time.monotonic() + seconds
     reason = sanitizer_problem(program, seconds)
     if reason:
         return {pair: dict.fromkeys(SANITIZERS, f"not run: {reason}") for pair in pairs}

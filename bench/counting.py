@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -188,11 +189,13 @@ def executor() -> Iterator[Any]:
     Yields tests/ptx's module `session`.
 
     Raises:
-        NoExecutor: no tests/ptx here, Triton imported with TRITON_INTERPRET=1, or no nvcc. ImportError: no Triton.
+        NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.
     """
     tests = ledger.ROOT / "tests"
     if not (tests / "ptx" / "executor").is_dir():
         raise NoExecutor("counting runs compiled PTX on the executor in tests/ptx: it needs a checkout of the sources")
+    if importlib.util.find_spec("triton") is None:
+        raise NoExecutor("counting runs compiled PTX, but Triton is not installed")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise NoExecutor("counting runs compiled PTX, but Triton was imported with TRITON_INTERPRET=1: set it to 0")
     os.environ["TRITON_INTERPRET"] = "0"

@@ -29,6 +29,7 @@ def load_jester(file: Path) -> Ratings:
 
     For every rating a joke is drawn that the user did not rate, watched 0 and rating 0; a fixed random tenth is the
     test set. Users who rated 90 % of the jokes or more are left out, as too few jokes are left to draw.
+    Recipes take a rating of exactly 0 for none.
     """
     lines = [line.split() for line in read(file).splitlines() if line.strip()]
     try:
