@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import Target
 from test_dispatch import plans
 from test_grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupported
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,6 +75,15 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         floor=2.0,  # 1 for the result, 1 as the hidden layer, its gradient and the weighted gradient are rounded too
     )
     assert not got["weights"][plan.slot_row < 0].any()
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+def test_with_products_by_torch(kind, dtype, tiles, monkeypatch):
+    """As the CPU backend multiplies few rows of large experts, in bfloat16 where the processor has tiles for it."""
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
+    test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), kind, dtype)
 
 
 @pytest.mark.parametrize("kind", ["everything", "dropped"])

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import INTERPRET
+from conftest import INTERPRET, Target
 from inputs import behind_one, each_alone
 from test_grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupported
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
+from moe_kernels.backends.native import grouped_gemm_cpu
 
 OP = "expert_norms"
 
@@ -54,6 +55,15 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
     # 1 for the result, 1 as the experts' outputs and the gradients of outputs and hidden layers are rounded too.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
+def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch):
+    """As the CPU backend multiplies few rows of large experts, in bfloat16 where the processor has tiles for it."""
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
+    test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), activation, with_bias, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
