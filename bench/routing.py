@@ -70,7 +70,7 @@ def _plan(inputs: Inputs, backend: str) -> object:
 
 
 def _torch_plan(inputs: Inputs) -> object:
-    """The plan's arrays from torch's stable sort. An expert's first choices come before its second choices."""
+    """The plan's arrays from torch's stable sort. Rows of first choices precede those of second ones."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
     requested = experts.T.flatten()

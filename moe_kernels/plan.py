@@ -16,7 +16,8 @@ from moe_kernels._pytree import register
 class RoutingPlan:
     """The row that each choice of each token gets among the rows of its expert.
 
-    A kept choice is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in order of arrival.
+    A kept choice is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in the order in
+    which make_plan visits choices, or by token (plan_expert_choice, plan_priority).
     Dropped choices have no row and cost nothing in later operations.
 
         num_tokens, num_experts        T, E
@@ -28,9 +29,9 @@ class RoutingPlan:
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 
-    Every array is int32, contiguous, without a gradient, and on the device of `experts`. Operations refuse other arrays
-    and, on the CPU, indices out of range. They do not check that the arrays agree with each other. A plan that
-    was built without `make_plan`, `plan_expert_choice` or `plan_priority` must have arrays that agree.
+    Every array is int32, contiguous, without a gradient, and all are on one device. Operations refuse other arrays, and
+    on the CPU also row_token, slot_row and expert_offsets out of range. They do not check that the arrays agree with
+    each other: those of a plan that was not built by `make_plan`, `plan_expert_choice` or `plan_priority` must agree.
 
     R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Rows from
     expert_offsets[E] on are not in use and hold row_token = row_choice = -1; `dispatch` makes them zero and

@@ -23,7 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-INTERPRET = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
+INTERPRET = (
+    not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"
+)  # set before pytest starts, as Triton reads it too
 
 import pytest
 
@@ -77,7 +79,7 @@ class Target:
 
     @property
     def interpreted(self) -> bool:
-        """Whether the source is interpreted, at a thousandth of the speed: tests keep shapes small."""
+        """Whether sources run in place of PTX (Triton's interpreter, tests/simt): slowly, so tests keep shapes small."""
         return self.executed and INTERPRET
 
 

@@ -1,5 +1,5 @@
-"""torch.compile of layers of experts: the results and gradients of eager mode; one graph if the host decides nothing,
-else no new graph for every step."""
+"""torch.compile of layers of experts: the results and gradients of eager mode. A layer is one graph; if the host draws
+or solves something in training (layers.ON_THE_HOST), it is several, which serve all steps."""
 
 from __future__ import annotations
 

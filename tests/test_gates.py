@@ -269,7 +269,7 @@ def test_ids_that_are_none_are_named(name):
 
 
 def test_ids_without_values_are_not_asked_for_them():
-    """In FakeTensorMode, as for the memory and FLOPs of a step that does not run, ids have no values to check."""
+    """FakeTensorMode computes shapes alone, to count memory or FLOPs of a step that does not run."""
     with FakeTensorMode():
         assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
 
@@ -320,7 +320,7 @@ def test_orthogonal_weights_of_16_bits(dtype):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_pass_their_backend_on(name, training):
-    """With the reference only operators of plans and checks run; a layer chooses no backend for its plan."""
+    """With backend "reference" only our operators for plans and checks run: make_plan alone gets no backend."""
     net = LAYERS[name]().train(training)
     for module in net.modules():
         if hasattr(module, "backend"):

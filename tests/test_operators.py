@@ -160,8 +160,8 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# Gradients that can be differentiated again. They, swiglu_clamped and operators named _fwd (but tree_route_fwd) are
-# checked with inputs that require gradients; all other operators have no derivative.
+# Gradients that can be differentiated again. Only they, swiglu_clamped and operators named _fwd (but tree_route_fwd)
+# have a derivative; inputs of all other operators are checked without gradients.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

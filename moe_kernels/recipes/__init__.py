@@ -1,7 +1,8 @@
 """Recipes: the papers' systems, one file each; `python -m moe_kernels train NAME` runs one.
 
 recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
-(`option` gives help and limits), and `build` makes one side of the comparison:
+(`option` gives help and limits), and `build` makes one of the models that the recipe compares, its
+sides:
 
     build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
 
@@ -42,7 +43,7 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...] | None = None  # chooses an evaluation; None: missing, or not used
+    valid: tuple[Tensor, ...] | None = None  # for option `choose`; None: missing, or not used
 
 
 class Routing(NamedTuple):
@@ -54,7 +55,7 @@ class Routing(NamedTuple):
     unit: str = "experts"  # what E counts: "experts" or "neurons"
 
 
-# name -> (sum, weight), both () tensors or numbers. The sum of all sums over the sum of all weights is reported.
+# name -> (sum, weight) of a batch. The sum of all sums over the sum of all weights is reported.
 Measures = Mapping[str, tuple[Tensor, Tensor | float]]
 Found = TypeVar("Found")
 
@@ -72,14 +73,14 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Task:
-    """One side of a comparison, ready to train. The functions run with the random state of their run, and must not wait
-    for the device.
+    """One side of a comparison, ready to train. Its functions must not wait for the device. Random numbers of an
+    evaluation depend on the seed and the step alone.
 
     loss: batch -> named () tensors, whose means over the steps are logged: "loss" is differentiated, "task" or "text"
         is its part that depends on the targets, all others are its weighted regularisers.
     evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
-    predict_known: a batch of the test set -> the same, from stored parts of the computation such as frozen masks.
+    predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
     total: the measures over all batches -> further ones computed from them. METRIC may name either kind.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called before every step with its number: sets phases, temperatures, numbers of experts.
@@ -101,7 +102,7 @@ class Task:
     total: Callable[[dict[str, float]], dict[str, float]] | None = None
 
     def routing(self, batch: Batch) -> Sequence[Routing]:
-        """The routing of a batch; in eval mode."""
+        """The routing of a batch. The model must be in eval mode."""
         return self.evaluate(batch).routing
 
 
@@ -178,7 +179,7 @@ class Recipe:
         return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def swept(self) -> dict[str, tuple[float, ...]]:
-        """The options that have several values. A run compares all their combinations."""
+        """The options with sweep=True that have several values. A run compares all their combinations."""
         named = [each.name for each in fields(self) if each.metadata["sweep"]]
         return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
 

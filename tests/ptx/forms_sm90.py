@@ -78,7 +78,7 @@ def unfenced(entry: Entry) -> set[int]:
     last access to their accumulators.
 
     Two wgmma on the same accumulators need no fence between them. Moves do not count as accesses: if a wgmma starts
-    from the sums of another one, LLVM copies the sums behind the fence, and ptxas removes these copies.
+    from the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the copies.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}

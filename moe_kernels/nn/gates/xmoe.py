@@ -18,11 +18,11 @@ RADIUS = 1.5
 
 
 class XMoEGate(TopKRouter):
-    """k experts a token: topk_gate(scores, k) of r = W_d x, of d_e numbers, against embeddings e_i.
+    """k experts a token: topk_gate(scores, k). A score compares r = W_d x (d_e numbers) with an expert's embedding e_i.
 
     * "code": score_i = <r, e_i> / ||e_i||. In training every forward first sets e_i to norm 1.5, without a gradient.
-      r is not normalised. This is what the published code computes. fully_shard discards the rescaled copy after each
-      step, so that the embeddings have other norms and learn at another pace than in one process; DDP keeps the copy.
+      r is not normalised. This is what the published code computes. Under fully_shard the gathered parameter is
+      rescaled and then freed: its shards keep their norms, so embeddings learn at another pace than in one process.
     * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
     * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 

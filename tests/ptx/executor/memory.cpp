@@ -1,4 +1,5 @@
-// ld, st and atom. The record has the bytes of an element and of a register, the number of elements and the offset.
+// ld, st and atom. Of ld and st the record has the bytes of an element (size) and of a register (width), and their
+// number; of all three the offset of the address (immediate).
 #include "table.h"
 
 namespace {
@@ -153,7 +154,8 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
   return Next::following;
 }
 
-// Atomics. flag: 1 with release or acquire; these order earlier writes of other blocks.
+// Atomics. flag: 1 with .release, .acquire or .acq_rel, each taken for .acq_rel: the block then knows all writes before
+// earlier such atomics at this address.
 template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
@@ -195,8 +197,8 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         for (const auto& [block, known] : released) b.known[block].merge(known);
         for (const auto& [block, known] : b.known) released[block].merge(known);
         Known own{w.clocks, std::vector<u32>(w.clocks.size(), kAll)};
-        // Of this warp's writes at the present clock, only this lane's surely precede its atomic. Earlier clocks ended
-        // at a barrier.
+        // Of this warp's writes at its present clock, only this lane's surely precede its atomic. The clock rises at
+        // the synchronizations that shared.cpp lists, so all lanes' writes at lower clocks precede it too.
         own.lanes[w.id] = 1u << l;
         released[b.index].merge(own);
       }
