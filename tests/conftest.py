@@ -23,9 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-INTERPRET = (
-    not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"
-)  # set before pytest starts, as Triton reads it too
+INTERPRET = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it too, at each @triton.jit
 
 import pytest
 
@@ -79,7 +77,7 @@ class Target:
 
     @property
     def interpreted(self) -> bool:
-        """Whether sources run in place of PTX (Triton's interpreter, tests/simt): slowly, so tests keep shapes small."""
+        """Whether sources run in place of PTX (Triton's interpreter, tests/simt): slowly, so shapes are small."""
         return self.executed and INTERPRET
 
 
