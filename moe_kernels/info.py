@@ -56,7 +56,7 @@ def cpu_model() -> str:
 
 
 def instruction_set() -> str:
-    """The instruction set that the CPU kernels use, or why there are none."""
+    """The instruction set that the CPU kernels use, or "none: " and the reason why there are no kernels."""
     try:
         from moe_kernels.backends import cpu
     except ImportError as error:
@@ -103,7 +103,7 @@ def extensions() -> list[tuple[str, str]]:
     """The extension modules and what each was built for."""
     rows = [("_cpu", instruction_set())]
     try:
-        _cuda: Any = import_module("moe_kernels._cuda")  # unlike that of `from ... import`, its error has no path
+        _cuda: Any = import_module("moe_kernels._cuda")  # its error names no path, as `from ... import` would
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()

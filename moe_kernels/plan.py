@@ -16,7 +16,7 @@ from moe_kernels._pytree import register
 class RoutingPlan:
     """The row that each choice of each token gets among the rows of its expert.
 
-    A kept choice is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in the order in
+    Every kept choice has one row. Rows of expert e are expert_offsets[e] to expert_offsets[e + 1] - 1, in the order in
     which make_plan visits choices, or by token (plan_expert_choice, plan_priority).
     Dropped choices have no row and cost nothing in later operations.
 
@@ -30,8 +30,8 @@ class RoutingPlan:
         dropped        ()              sum of requested minus sum of kept
 
     Every array is int32, contiguous, without a gradient, and all are on one device. Operations refuse other arrays, and
-    on the CPU also row_token, slot_row and expert_offsets out of range. They do not check that the arrays agree with
-    each other: those of a plan that was not built by `make_plan`, `plan_expert_choice` or `plan_priority` must agree.
+    on the CPU also values of row_token, slot_row and expert_offsets out of range. They do not check that the arrays
+    agree with each other, which is so after `make_plan`, `plan_expert_choice` and `plan_priority`.
 
     R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Rows from
     expert_offsets[E] on are not in use and hold row_token = row_choice = -1; `dispatch` makes them zero and
@@ -133,7 +133,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # torch.load calls this too, with whatever a file holds, so other names are refused. Operations check shapes.
+        # torch.load calls this too, with the contents of any file, so other names are refused. Operations check shapes.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")

@@ -1,8 +1,7 @@
-"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as published.
+"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them.
 
 In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask with
-probability 0.5 at any p, a gate that multiplies nothing). These models follow the paper; their docstrings name what the
-paper leaves open.
+probability 0.5 at any p, a gate that multiplies nothing). Docstrings below name the points that the paper leaves open.
 """
 
 from __future__ import annotations

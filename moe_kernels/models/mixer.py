@@ -11,7 +11,7 @@ from moe_kernels.nn.comet import CometFFN
 class MixerBlock(nn.Module):
     """x + tokens(LN(x)^T)^T, then x + channels(LN(x)): a feed-forward layer over the patches and one over the channels.
 
-    A mask of the first depends on one channel in all patches, of the second on one patch. Input and output (B, S, D).
+    Masks of the first depend on one channel of all patches, masks of the second on one patch. x and output: (B, S, D).
     """
 
     def __init__(self, tokens: CometFFN, channels: CometFFN, dim: int) -> None:

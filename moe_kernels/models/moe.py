@@ -1,7 +1,7 @@
 """Transformers with layers of experts: the GPT of paper 004 (CompeteSMoE), the ViTs of 002 (sparse) and 003 (V-MoE).
 
 The argument `layer` makes the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer.
-Blocks with experts: all in CompeteSMoE and the sparse ViT, every second one in GLaM, the last two of these in V-MoE.
+CompeteSMoE and the sparse ViT have experts in all blocks, GLaM in every second block, V-MoE in the last two of these.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Layer = Callable[[int], MoE | None]
 class MoEBlock(nn.Module):
     """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the output of the layer of experts.
 
-    The residual already is StableMoE's pass-through, x + a FF(LN(x)), so the layer's `pass_through` is ignored. A token
-    without an expert keeps its x.
+    The residual already does what StableMoE's pass-through does, x + a FF(LN(x)), so the layer's `pass_through` is
+    ignored. A token without an expert keeps its x.
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:

@@ -25,8 +25,7 @@ def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C * H * W) -> (B, 1 + patches, dim): a class token and the projected patches, plus learned
-    positions."""
+    """Images (B, C * H * W) -> (B, 1 + patches, dim): class token and projected patches, plus learned positions."""
 
     def __init__(self, image_shape: tuple[int, int, int], patch: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 (float64 for float64).
 
 p (T, E) are the probabilities of the gate. CV(v) = std(v) / mean(v) over the experts, std without bias correction.
-The mean of an empty batch (T = 0) is 0 here, so it adds nothing to any loss.
+The mean over an empty batch (T = 0) is 0 here, so every loss of an empty batch is 0.
 
 Across processes every loss counts only this rank's tokens, as GShard's and Switch's balance losses do per device. With
 `reduce`, a process group whose ranks have equally many tokens, importance, load and balance count the tokens of all its
@@ -250,7 +250,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group, x if it is None. Backward returns the mean's gradient unchanged."""
+    """The mean of x over the ranks of a group; x if group is None. Backward passes the mean's gradient on unchanged."""
     if group is None:
         return x
     mean = x.detach() / group.size()

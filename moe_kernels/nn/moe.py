@@ -8,8 +8,8 @@ By number of the paper (001 tree COMET, 002 sparse ViT, 003 V-MoE, E^3 and THOR,
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
 003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
      8 images); EnsembleGate; RandomGate
-004  CompetitionGate; TopKGate, also frozen or with a growing k; XMoEGate; StableGate; HyperRouterGate; Switch, which is
-     TopKGate(k=1, order="softmax_topk", balance=0.01)
+004  CompetitionGate; TopKGate, also frozen or with a growing k; XMoEGate; StableGate; HyperRouterGate; Switch's router,
+     which is TopKGate(k=1, order="softmax_topk", balance=0.01)
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class MultiGateMoE(OutputModule):
         search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
     Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
-    statistics are named "task0.name"; the losses of a shared gate belong to its first task. With a search in training
-    there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights after the search.
-    Autocast: as MoE. Source: paper 001, section 5.1; Ma et al. 2018.
+    statistics of gates are named "task0.name"; the losses of a shared gate belong to its first task. With a search in
+    training there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights after the
+    search. Autocast: as MoE. Source: paper 001, section 5.1; Ma et al. 2018.
 
     Example:
         >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))
@@ -203,7 +203,7 @@ class MultiGateMoE(OutputModule):
         by_gate = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
         outputs = [by_gate[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
-        k = sum(output.experts.shape[1] for output in by_gate.values())  # the most experts that a token may have
+        k = sum(output.experts.shape[1] for output in by_gate.values())  # a token has at most so many experts
         if self.search is not None:
             permutation = self.search.permutation()
             if permutation is not None:

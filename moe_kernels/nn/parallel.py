@@ -53,7 +53,7 @@ class ExpertParallel(ParallelStyle):
     """Shards the experts of an ExpertMLP or ExpertLayer over a mesh of one dimension, in place.
 
     Parameters become DTensors, Shard(0), under the same names. With n ranks, rank r owns experts r E / n to
-    (r + 1) E / n. All ranks must call the layer equally often, forward and backward, even ranks without tokens.
+    (r + 1) E / n - 1. All ranks must call the layer equally often, forward and backward, even ranks without tokens.
 
     Args:
         capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their counts.
@@ -227,8 +227,8 @@ class GlobalPolicy:
     computes the whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this
     rank's own tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the
     choice of tokens has no gradient. The plan's `requested` and `dropped` count the tokens of all ranks. An expert's
-    rows are in the order of tokens. One process orders them otherwise for TokenChoice with a priority, or with a
-    capacity and K > 1; the experts' gradients then agree within rounding.
+    rows are in the order of tokens. One process orders them otherwise for TokenChoice with a priority, or with
+    order="choice" (the default with a capacity) and K > 1; the experts' gradients then agree within rounding.
 
     Args:
         policy: any of nn.policies.
@@ -248,7 +248,7 @@ class GlobalPolicy:
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
-        # A plan without capacity has a row for each of the T K slots, one with capacity C has E C rows.
+        # A plan has min(T K, E C) rows with capacity C, else T K. If it has T K, all rows fit without a capacity.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
@@ -293,8 +293,8 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Returns the norm () of all gradients, as in one process, and scales them so that it is at most max_norm.
 
-    The function of this name in torch.nn.utils fails for parameters of several meshes. This one computes a norm of each
-    mesh, then combines them. Average the gradients over data-parallel ranks before, and call it on all ranks.
+    The function of this name in torch.nn.utils fails for parameters of several meshes. This one computes the norm of
+    each mesh, then combines them. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
@@ -312,7 +312,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The largest absolute value. With fully_shard a rank's part may be empty; amax would fail for it."""
+    """Largest absolute gradient of a mesh. With fully_shard a rank's part may be empty: amax would fail."""
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
     largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
     for group in mesh.get_all_groups() if mesh is not None else ():

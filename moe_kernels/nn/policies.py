@@ -31,7 +31,7 @@ class TokenChoice:
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (V-MoE (paper 003), section 4; its published code has only "max").
         order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
-            order of an expert's rows; with "token" the rows of n processes, concatenated, are those of one process.
+            order of an expert's rows. With "token" its rows in n processes, concatenated, are its rows in one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
             also a smaller last one, has the capacity of a whole group. None: all tokens compete.

@@ -1,8 +1,8 @@
 """Recipes: the papers' systems, one file each; `python -m moe_kernels train NAME` runs one.
 
 recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
-(`option` gives help and limits), and `build` makes one of the models that the recipe compares, its
-sides:
+(`option` gives help and limits). A recipe compares several models, its sides, such as the system of a paper and its
+baselines. `build` makes one side, ready to train:
 
     build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
 
@@ -43,7 +43,7 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...] | None = None  # for option `choose`; None: missing, or not used
+    valid: tuple[Tensor, ...] | None = None  # for options `choose`, `patience`; None: missing, or not used
 
 
 class Routing(NamedTuple):
@@ -55,13 +55,13 @@ class Routing(NamedTuple):
     unit: str = "experts"  # what E counts: "experts" or "neurons"
 
 
-# name -> (sum, weight) of a batch. The sum of all sums over the sum of all weights is reported.
+# name -> (sum, weight) of a batch. The reported value is the total of the sums divided by the total of the weights.
 Measures = Mapping[str, tuple[Tensor, Tensor | float]]
 Found = TypeVar("Found")
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of a batch, from one forward pass. routing: one for each layer; empty if nothing is routed.
+    """The evaluation of a batch, from one forward pass. routing: one for each routed layer.
 
     ranked: name -> (scores (B,), bool (B,): True for positives), for the area under the ROC curve over all batches.
     """
@@ -76,8 +76,8 @@ class Task:
     """One side of a comparison, ready to train. Its functions must not wait for the device. Random numbers of an
     evaluation depend on the seed and the step alone.
 
-    loss: batch -> named () tensors, whose means over the steps are logged: "loss" is differentiated, "task" or "text"
-        is its part that depends on the targets, all others are its weighted regularisers.
+    loss: batch -> named () tensors, whose means over the steps are logged. "loss" is differentiated. It is the sum of
+        the others: "task" or "text", the plain loss of the targets, and further terms, already weighted.
     evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
@@ -85,8 +85,8 @@ class Task:
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called before every step with its number: sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient.
-    grid: rows and columns of an image's patches, if the routed tokens are those of images: a class token, then the
-        patches. Heat maps of the experts are drawn from these.
+    grid: rows and columns of an image's patches, if an image has as tokens a class token, then its patches. Heat maps
+        of the experts are drawn on this grid; None: no heat maps.
     """
 
     model: nn.Module
@@ -115,7 +115,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     sweep: bool = False,
 ) -> Any:
-    """A field of a recipe, which is the option --name on the command line. A tuple takes several values of one type.
+    """A field of a recipe and the command line option of its name. A tuple field takes several values of one type.
 
     low, high: the smallest and the largest allowed number; all numbers must be finite.
     sweep: the command line takes several values; every side is trained once with each (see Recipe.variants).

@@ -18,7 +18,7 @@ from moe_kernels.recipes.comet import classifier
 
 @dataclass(frozen=True)
 class CometLayers(Recipe):
-    """Sides: standard (dense) and comet, from the same initial weights."""
+    """Sides: standard (dense) and comet, from the same initial weights (not with router_input "embedding")."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
 

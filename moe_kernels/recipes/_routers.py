@@ -17,7 +17,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
-    """What model(*args) returns, y and the outputs of the layers of experts, and also the routing of each layer."""
+    """y and the outputs of the layers of experts, which model(*args) returns, and the routing of each layer."""
     probs: list[Tensor | None] = []
 
     def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:

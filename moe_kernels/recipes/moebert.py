@@ -3,7 +3,7 @@
 The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
 are in every expert. By default a small GPT is first trained on text and then split in the same proportions, and the
 dense model is the teacher of the split one. Controls: "dense" trains on without a split, "small" keeps only the most
-important neurons of every layer and has no experts, "unguided" splits at random.
+important neurons of every layer, as its one expert, "unguided" splits at random.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
 further training, as in the paper:
@@ -46,7 +46,7 @@ MASKED = 0.15  # share of a window's tokens, as in BERT
 
 @dataclass(frozen=True)
 class MoEBERT(TextRecipe):
-    """Sides: dense, small, unguided; hash, balanced (hash by frequency), topk and comet; hash+, topk+ and comet+."""
+    """Sides: dense, small, unguided; hash, balanced (hash by frequency), topk, comet; "+" learns a permutation, too."""
 
     SIDES: ClassVar[tuple[str, ...]] = (
         *("dense", "small", "unguided", "balanced"),
@@ -149,7 +149,7 @@ class MoEBERT(TextRecipe):
             return Evaluation(bits(logits, y), routing)
 
         def neuron_importance() -> list[Tensor]:
-            """Importance (hidden) of the neurons of every layer of the teacher."""
+            """Importance (hidden) of the neurons of every layer of the teacher; random for side "unguided"."""
             if self.side == "unguided":
                 return [torch.rand(each.out_features, device=windows.device) for each, _, _ in teacher.feed_forwards()]
             parts = zip(*(each[: self.windows].split(self.eval_batch) for each in data.train), strict=True)
@@ -246,8 +246,7 @@ class Pair(nn.Module):
 
     @torch.no_grad()
     def fill(self, values: list[Tensor]) -> None:
-        """Copies the teacher into the student and splits its feed-forward layers. values: importance (hidden) by
-        layer."""
+        """Copies the teacher into the student, its feed-forward layers split. values: importance (hidden) by layer."""
         layers = self.teacher.feed_forwards()
         outside = (
             _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),

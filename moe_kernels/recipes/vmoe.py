@@ -4,8 +4,8 @@ V-MoE takes every second block, counted from the last, and has experts in the la
 ("every-2", here --moe-layers 99). It has two choices a token, capacity 1.05, and routes in groups of 8 images. E^3 is
 an ensemble of two in one network, with V-MoE's capacity and losses. The sparse ViT has experts in every block and one
 choice a token; `sparsified` trains with dense gates, then only its new sparse gates, then everything. `matched` is a
-dense model widened to the parameters of `token_choice`. The models here are small, for CIFAR-10 on a CPU; the defaults
-of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
+dense model so wide that it has at least the parameters of `token_choice`. The models here are small, for CIFAR-10 on a
+CPU; the defaults of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class VMoE(Recipe):
         return tuple(blocks[len(blocks) - min(count, len(blocks)) :])
 
     def _matched_dim(self, data: Splits) -> int:
-        """The smallest width, in steps of heads, at which a dense model has at least the parameters of token_choice."""
+        """The first of the widths dim, dim + heads, .., at which this side has at least token_choice's parameters."""
 
         def parameters(recipe: VMoE, dim: int) -> int:
             with torch.device("meta"):

@@ -2,7 +2,7 @@
 
 Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
 and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
-same dtype, plus the operation's floor (in epsilons); these errors are relative to the output's largest magnitude.
+same dtype, plus the operation's floor (in epsilons). These errors are relative to the largest magnitude of the output.
 """
 
 from __future__ import annotations
@@ -195,13 +195,13 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
-            # float64 has no wider reference: two orders of summing a row of 1024 differ by some 20 eps.
+            # The reference of float64 rounds as well: two orders of summing 1024 numbers differ by some 20 eps.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth|; a difference of NaN counts as infinite."""
+    """Largest |got - truth| over the largest finite |truth| (over 1 if that is 0); NaN against a number is infinite."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
     error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)

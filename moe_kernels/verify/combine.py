@@ -22,5 +22,5 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     return found | {"y without weights": combine.combine(inputs["rows"], inputs["plan"], backend=backend)}
 
 
-# A dot product of 64 elements, summed in two orders, differs by up to 1.0 epsilon in 25 draws; 1.4 was seen once.
+# A dot product of 64 elements, summed in two orders, differs by up to 1.0 epsilon in 25 draws; once by 1.4.
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=2.0)

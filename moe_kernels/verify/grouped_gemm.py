@@ -1,6 +1,6 @@
 """The grouped GEMM of gathered rows with every activation, and the inputs that it shares with the expert MLP.
 
-The second product of the expert MLP multiplies rows that are not gathered.
+Rows that are not gathered are tested with the expert MLP, in its second product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # nested sums in two orders differ by up to 3.5 epsilons in 25 draws; 4.4 was seen once
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-LARGE, TOKENS = (512, 512, 512), 300  # whole tiles in every kernel
+LARGE, TOKENS = (512, 512, 512), 300  # large enough for full tiles in every kernel
 NARROW = (128, 128, 128)  # tensor-core kernels have other tiles for few columns
 
 

@@ -1,4 +1,4 @@
-"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors, each picks an expert by its bits."""
+"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors, each chooses the bits of an expert's index."""
 
 from __future__ import annotations
 

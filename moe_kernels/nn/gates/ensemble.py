@@ -80,7 +80,7 @@ class EnsembleGate(Gate):
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """(T, E / M): over the experts of each token's member."""
+        """(T, E / M): the router's softmax over the experts of each token's member."""
         return self._of_member(x, self.check_ids(x, ids, self.members, "the member of each token")).softmax(-1)
 
     def _of_member(self, x: Tensor, member: Tensor) -> Tensor:

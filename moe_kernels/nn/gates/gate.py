@@ -26,7 +26,7 @@ class GateOutput:
       K = E, all experts in order.
     * num_experts: E.
     * dense: whether the gate gives every expert a weight.
-    * losses: scalars by name, times their coefficients, to be added to the task's loss; none in evaluation.
+    * losses: scalars by name, already times their coefficients, to be added to the task's loss; none in evaluation.
     * records: detached tensors by name, from which `statistics` computes its scalars.
 
     `gates` (T, E) holds the weights of all experts, 0 for one that was not chosen.
@@ -65,7 +65,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: the mean of each record; "experts_per_sample": mean number of a token's weights >= 1e-5.
+        """Scalars by name: the mean of each record; for "experts_per_sample" a token's mean number of weights >= 1e-5.
 
         Computed at every read; a forward computes none.
         """
@@ -91,11 +91,11 @@ def _statistic(name: str, record: Tensor) -> Tensor:
 class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
-    Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits would
-    lead to other choices. Experts follow autocast (see Experts), also in a competition.
+    Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits could
+    lead to other choices. Experts follow autocast (see Experts), also if a CompetitionGate calls them.
 
-    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`. Nor does
-    torch.utils.checkpoint restore one, so a gate that draws from it raises an error when a checkpoint runs it again.
+    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`, and
+    torch.utils.checkpoint does not restore it: a gate that draws noise from one raises when a checkpoint repeats it.
 
     keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
     model. Logits rounded to bfloat16's 8 bits could send a token with two close experts to the other one. Set
@@ -151,7 +151,7 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if they are None or do not fit.
 
-        Ids outside [0, count) raise on the CPU. On a GPU this check would wait for the device; indexing asserts there.
+        Ids outside [0, count) raise on the CPU in eager mode. On a GPU the check would wait; indexing asserts there.
         """
         name = type(self).__name__
         if ids is None:

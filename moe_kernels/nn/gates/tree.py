@@ -26,8 +26,8 @@ class TreeGate(Gate):
         entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert.
         bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.
         parity: as in tree_gate. tree_route needs none: a saturated tree has one leaf, of probability 1.
-        route: evaluation uses tree_route if every tree is saturated for every token; the result is the dense gate's.
-            The check waits for a GPU. On the meta device, in torch.compile and torch.export the dense gate runs.
+        route: evaluation uses tree_route if every tree is saturated for every token, with equal results. The host waits
+            for this check on a GPU. On the meta device, in torch.compile and torch.export the dense gate runs.
         generator: draws the parameters; None is torch's own generator.
         backend: as in tree_gate.
 
