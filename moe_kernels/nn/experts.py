@@ -1,4 +1,4 @@
-"""The experts of a layer. One parameter holds the weights of all experts; a RoutingPlan assigns rows to the experts."""
+"""The experts of a layer. Every parameter holds the numbers of all experts; a RoutingPlan assigns rows to experts."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class LocalSearch(KeepsFloat32):
             is rarely a permutation (for 0 of 100 random U with n = 16), and the loss jumps at the switch.
             "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S is then
             rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from 0.1 to 1e-6 over stage
-            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. For each of the
-            100 U, S then ends as the best assignment of U.
+            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. For each of the same
+            100 U, the S of the last step is then the permutation of U's best assignment.
         bound: U ~ U(-bound, bound), drawn by `generator`.
         backend: as in sinkhorn.
         noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator
@@ -163,7 +163,7 @@ class LocalSearch(KeepsFloat32):
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step`: 20 to 149, rising; for "wide" always 150. "annealed" raises it to at least 50."""
+        """R of training step `step`: 20 to 149, rising; for "wide" always 150. "annealed" calls take at least 50."""
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -213,7 +213,7 @@ class LocalSearch(KeepsFloat32):
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
-        """gates times p, divided by their sum if `renormalise`; a gather by `source` if p is None."""
+        """gates times p (None: gathered by `source`), summed over choices; divided by their sum if `renormalise`."""
         count, n = self.source.shape
         if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
             expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"

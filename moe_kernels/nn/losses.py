@@ -145,7 +145,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         (tensor(50.), tensor(1.9231))
     """
     p = _at_least_float32(probs)
-    if not p.shape[0]:  # var would warn
+    if not p.shape[0]:  # var warns for no rows
         return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
 

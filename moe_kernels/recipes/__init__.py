@@ -196,7 +196,7 @@ class Recipe:
         return batch.tensors[:1]
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
-        """The task of `side` on the device of `data`, for `steps` training steps; torch's generators are seeded."""
+        """The task of `side` on the device of `data`, for `steps` training steps. Callers seed torch's generators."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Recipes on text: every character (byte) of a window is predicted from those before it; the measure is in bits."""
+"""Recipes on text: by default each character (byte) of a window is predicted from those before it; measured in bits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from moe_kernels.recipes._routers import forward_with_routing, modules_of, regul
 from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
-MASKED = 0.15  # share of a window's tokens, as in BERT
+MASKED = 0.15  # share of a window's tokens that is masked, as in BERT
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from moe_kernels.ops._checks import check_module
 class PermutedGate(Gate):
     """gates = search.permute(gate(x).gates). For tasks that share experts, use the `search` of MultiGateMoE instead.
 
-    Output: dense, (T, E). While the search learns, every expert has a weight. Later only permuted choices of `gate`
-    have one, and the policy NonzeroWeights evaluates only these. losses: those of `gate` and, in training,
-    "permutation". A forward in training is a step of the search.
+    Output: dense, (T, E). In training, every expert has a weight while the search learns. Later and in evaluation only
+    the permuted choices of `gate` have one, and the policy NonzeroWeights evaluates only these. losses: those of `gate`
+    and, in training, "permutation". A forward in training is a step of the search.
 
     Example:
         >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))
