@@ -99,7 +99,7 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
     Args:
         probs: (T, E).
         requested: (E), counts, such as RoutingPlan.requested; a constant. All zero gives 0.
-        reduce: process group over whose ranks the means are taken, or None, as GShard and Switch do (per device).
+        reduce: process group over whose ranks the means are taken, or None (each device alone, as GShard and Switch).
 
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
     V-MoE's "gshard" loss, E^2 mean(f m), are the same number.

@@ -140,8 +140,8 @@ class Exchange:
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
         """(T, E): the norms of all experts' outputs for x (T, D).
 
-        Weights are not sent. A rank sends its tokens to the others, (n - 1) T D elements, and receives T (E - E / n)
-        norms.
+        The experts' parameters are not sent. A rank sends its tokens to the others, (n - 1) T D elements, and receives
+        T (E - E / n) norms.
         """
         (x,) = as_autocast(x)
         send = [x.shape[0]] * self.mesh.size()
@@ -218,11 +218,11 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class GlobalPolicy:
-    """Routes the tokens of all ranks together: each rank takes its part of one plan for all of them.
+    """Routes the tokens of all ranks together: each rank takes its part of one plan for all tokens.
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
-    For expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002) and for a capacity that
+    It serves expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002), or a capacity that
     all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements each; then every rank
     computes the whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this
     rank's own tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the

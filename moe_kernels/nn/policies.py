@@ -28,8 +28,8 @@ class TokenChoice:
     Args:
         factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
         factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": `factor` again.
-        priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
-            Batch Prioritized Routing (V-MoE (paper 003), section 4; its published code has only "max").
+        priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
+            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003, section 4; its code has only "max").
         order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
             order of an expert's rows. With "token" its rows in n processes, concatenated, are its rows in one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.

@@ -73,7 +73,7 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Task:
-    """One side of a comparison, ready to train. Its functions must not wait for the device. Random numbers of an
+    """One side of a comparison, ready to train. Its functions should not wait for the device. Random numbers of an
     evaluation depend on the seed and the step alone.
 
     loss: batch -> named () tensors, whose means over the steps are logged. "loss" is differentiated. It is the sum of

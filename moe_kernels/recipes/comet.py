@@ -137,7 +137,7 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
-        """A function batch -> KnownMasks of its hidden layers; no masks if they are not known before the model runs.
+        """A function batch -> KnownMasks of the hidden layers; no masks if they are not known before the model runs.
 
         If masks belong to training samples, the paper does not say which masks test samples get. As in its public code,
         Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.

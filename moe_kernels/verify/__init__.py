@@ -171,7 +171,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside the block torch fills new memory with NaN, which shows elements that no kernel has written."""
+    """Inside the block torch fills new memory with NaN (integers: the largest) to show elements no kernel wrote."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -18,7 +18,7 @@ class RandomGate(Gate):
     """One uniformly random expert with weight 1; no parameters.
 
     In training every call draws one expert for the whole batch, so that two passes over a batch usually use different
-    experts. THOR's loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both.
+    experts. THOR's loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both passes.
 
     Args:
         num_experts: E.
