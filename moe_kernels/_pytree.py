@@ -12,7 +12,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 def register(cls: type[Any], constants: tuple[str, ...] = ()) -> None:
     """Makes cls a pytree node: the fields in `constants` are its context, the other ones its children, in order.
 
-    torch's own register_dataclass has no constants, and its nodes fail in tree_map_with_path (torch 2.13).
+    torch's own register_dataclass has no constants: a field that is no child comes back with its default (torch 2.13).
     """
     children = [field.name for field in fields(cls) if field.name not in constants]
 

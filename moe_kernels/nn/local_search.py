@@ -140,7 +140,7 @@ class LocalSearch(KeepsFloat32):
         self._stale, self._hardened_from = False, (self.assigned, _version(self.assigned))
 
     def _is_stale(self) -> bool:
-        """Whether `assigned` was written since it was hardened: by a step, a state dict or an average of models."""
+        """Whether `assigned` was written after `source` was computed: by a step, a state dict, an average of models."""
         if not is_compiling():
             tensor, version = self._hardened_from
             self._stale = self._stale or tensor is not self.assigned or version != _version(tensor)

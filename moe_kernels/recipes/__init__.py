@@ -85,8 +85,8 @@ class Task:
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called before every step with its number: sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient.
-    grid: rows and columns of an image's patches, if an image has as tokens a class token, then its patches. Heat maps
-        of the experts are drawn on this grid; None: no heat maps.
+    grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
+        class token, then its patches. None: no heat maps.
     """
 
     model: nn.Module

@@ -17,7 +17,7 @@ class StableGate(Gate):
     """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router that reads the ids.
 
     Training starts in stage one, expert = argmax_i s_i. `begin_stage_two()` ends it: from then on, and always in
-    evaluation, expert = argmax_i (embedding[id] W_r)_i. The weight is sigmoid(s_expert) in both. A block computes
+    evaluation, expert = argmax_i (embedding[id] W_r)_i. Both stages weight by sigmoid(s_expert). A block computes
     x + weight FF(LN(x)). A layer without a residual around it adds (1 - weight) x: MoE(..., pass_through=True).
 
     Losses of stage one, with n_i the number of tokens of expert i and nbar the mean of n_i:
