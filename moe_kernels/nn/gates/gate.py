@@ -197,5 +197,5 @@ def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1) like x. torch.compile cannot trace torch.randn with symbolic sizes."""
+    """N(0, 1) like x. torch.compile cannot trace torch.randn with symbolic sizes and the argument `generator`."""
     return torch.empty_like(x).normal_(generator=noise_generator(generator))
