@@ -3,7 +3,7 @@
 The paper trains 6 layers of width 264 and 8 of 352 on enwik8 and text8, with 16 experts and two choices a token. As in
 the paper, the learning rate is 1 / sqrt(t), there is no balance loss, and the test result is that of the evaluation
 with the lowest validation loss. The model is a small GPT with experts in every block, or in every second one as in
-GLaM. Differences from the paper: pre-norm blocks with one residual, shorter windows, fewer steps.
+GLaM. Differences from the paper: pre-norm blocks with one residual around each layer, shorter windows, fewer steps.
 The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
 """
 
