@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Some test must execute every one of these instructions: only such a test can fail if the instruction is missing.
+# Each of these instructions must be executed by a test: only such a test can fail if the instruction is missing.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]

@@ -157,7 +157,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, backend "cuda" runs CPU tensors on the executor. order: seed for the order of blocks, warps."""
+    """Inside the block, "cuda" runs CPU tensors on the executor. order: seed for the order of blocks, warps, stores."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)

@@ -46,7 +46,7 @@ struct Counters {
 // Memory that a kernel may access.
 struct Range {
   u64 begin, end;
-  u8* read_sectors;     // a flag byte for each sector of 32 bytes that was read; null if not counted
+  u8* read_sectors;     // one byte for each sector of 32 bytes: 1 if it was read; null if not counted
   u8* written_sectors;  // the same for written sectors
 };
 
