@@ -46,7 +46,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files, named after the operation or after the operation in whose file it is."""
+    """The kernels' files: named after the operation, or after another operation whose file contains it."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 

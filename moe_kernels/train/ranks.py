@@ -89,8 +89,8 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean number of a rank. A rank without
-    samples gets one sample with weight 0."""
+    """A rank's samples of a batch, and their weight: their number over the mean number per rank. A rank without samples
+    gets one sample with weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
