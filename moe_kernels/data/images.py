@@ -1,4 +1,4 @@
-"""Image sets in one form: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs."""
+"""Reads image sets into `Images`: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs."""
 
 from __future__ import annotations
 

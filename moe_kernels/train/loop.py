@@ -362,9 +362,9 @@ class RoutingStatistics:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """`routing_columns`: experts or neurons a sample (mean over layers), share of samples that use the least and
-        the most used one, number of unused ones, entropy of the routers in nats. If several layers have a router, also
-        the entropy of each."""
+        """The values of `routing_columns`: experts or neurons used per sample (mean over layers), the least and the
+        largest share of the samples that use one, the number that no sample uses, the mean entropy of the routers in
+        nats. If several layers have a router, also the entropy of each."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

@@ -30,7 +30,7 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in dicts and lists, which pytest-xdist can send.
+    """The coverage of this process, in plain containers, which pytest-xdist can send.
 
     lines: place -> number of its instructions that ran, number of its instructions."""
     kernels: Data = {}

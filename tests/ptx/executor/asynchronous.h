@@ -36,9 +36,9 @@ struct Agreement {
   struct Call {
     u32 pc, scale;
     u64 a, b;  // descriptors
-    u32 warp;  // that issued it first
+    u32 warp;  // the one that issued it first
   };
-  std::deque<Call> calls;         // that not all four warps have issued
+  std::deque<Call> calls;         // those that not all four warps have issued yet
   u64 first = 0, issued[4] = {};  // first: number of calls[0]; issued: how many each warp has issued
 };
 

@@ -16,7 +16,7 @@ struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
   u64* undefined = nullptr;  // at [offset / 64]; low 32 bits: lanes with undefined lower half, high: upper
-  u32 born = 0;              // lanes that exist: 32, but in the last warp of a block maybe fewer
+  u32 born = 0;              // lanes that exist: all 32, in the last warp of a block maybe fewer
   u32 live = 0;              // lanes that have not exited
   u32 active = 0;            // lanes at pc
   u32 blocked = 0;           // lanes blocked at a .sync instruction
@@ -122,7 +122,7 @@ struct Launch {
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
-  // Stores an error of one lane, once per instruction and text. Too many end the launch.
+  // Stores an error of one lane, once per instruction and format. kMaxErrors errors end the launch.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
