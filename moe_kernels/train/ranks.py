@@ -213,7 +213,7 @@ class SerialRun(Run):
 
 
 def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, the random state of a rank in the run's next step; rank 0 has that of one process."""
+    """Inside the block, random numbers are a rank's in the run's next step; for rank 0 those of one process."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 

@@ -167,7 +167,7 @@ def use(order: int | None = None) -> Iterator[Module]:
 
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
-    """Inside the block, launches see a GPU with these properties; `shared`: bytes a block, such as 99 KB on sm_86."""
+    """Inside the block, launches see a GPU with these properties. `shared`: most bytes of a block (sm_86: 99 KB)."""
     set_device = module()._library.ptx_device
     set_device(shared, multiprocessors, major, minor)
     try:

@@ -55,7 +55,7 @@ class Kernel:
         """Kernel, PTX line, source line and text of an instruction."""
         if pc >= len(self.texts):
             return self.title
-        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # a wgmma has up to 128
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # up to 128 accumulators
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
@@ -179,7 +179,7 @@ class Decoder:
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """For an address [base + offset]: operand of the base (a register, or the constant 0), offset, its bytes."""
+        """For an address [base + offset]: operand of the base (a register or a constant 0), offset, operand's bytes."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0
