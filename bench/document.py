@@ -98,7 +98,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
-        # Rows are figures with the last column's key. Other keys may be missing: not every device reports them.
+        # Rows: the figures that have the key of the last column. Not every device reports the other keys.
         found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
             parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]

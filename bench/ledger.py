@@ -46,7 +46,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files, named after the operation or after the operation in whose file it is."""
+    """The kernels' files: named after the operation, or after another operation whose file contains it."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -58,9 +58,9 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
     These are the operation's file in moe_kernels/ops, the kernels, the headers that they include and the modules of
-    their folder that they import. For C++ and CUDA also the Python that calls the kernels, since it has thresholds and
-    sizes; if it imports another operation's Python, also the kernels of that operation. Excludes *_cuda.py for cpu and
-    *_cpu.py for cuda.
+    moe_kernels/backends that they import. For C++ and CUDA also the Python that calls the kernels, since it has
+    thresholds and sizes; if it imports another operation's Python, also the kernels of that operation. Excludes
+    *_cuda.py for cpu and *_cpu.py for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"

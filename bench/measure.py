@@ -181,7 +181,7 @@ def run(
     until: float = math.inf,
     worker: Worker | None = None,
 ) -> Iterator[Found]:
-    """Measures each job for `budget` seconds, one figure for each backend; none after `until`.
+    """Measures each job for `budget` seconds, one figure for each backend; no job starts after `until`.
 
     worker: the process that measures, so that a kernel that crashes the CUDA context or runs over JOB_SECONDS does not
         end the other jobs.

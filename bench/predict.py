@@ -21,7 +21,7 @@ from typing import Any
 from bench import counting, ledger
 from bench.tables import markdown
 
-INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX
+INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX, without and with matrix instructions
 WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
 BOUNDS = ("DRAM", "issue", "tensor")
 

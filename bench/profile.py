@@ -149,7 +149,7 @@ def job_of(
 ) -> tuple[measure.Job | None, str]:
     """The job to profile, or the reason why there is none.
 
-    index: of the shape in the set `shapes`. count: CPU threads.
+    index: index of the shape in the set `shapes`. count: CPU threads.
     """
     places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
     for name, (device, _) in places.items():

@@ -70,7 +70,7 @@ def _plan(inputs: Inputs, backend: str) -> object:
 
 
 def _torch_plan(inputs: Inputs) -> object:
-    """The plan's arrays from torch's stable sort. Rows of first choices precede those of second ones."""
+    """The plan's arrays from torch's stable sort. In an expert, rows of first choices precede those of second ones."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
     requested = experts.T.flatten()
@@ -121,7 +121,7 @@ def _entry(
 ) -> Entry:
     """leaves: names of the inputs that have gradients, then the name of the output's gradient.
 
-    forward_moves, backward_moves: see _bytes. flops: FLOPs for each element of the T K rows, forward and in training.
+    forward_moves, backward_moves: see _bytes. flops: FLOPs for each element of the rows (T K, D): forward, training.
     """
     *names, grad = leaves.split()
     return entry(

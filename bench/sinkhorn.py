@@ -35,7 +35,7 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 def _flops(shape: Shape, direction: str) -> int:
     """FLOPs of the form that scales rows and columns by vectors; a multiply-add counts as two.
 
-    Of each element in each iteration: 4 forward; in training 4 more to compute forward again, and 8 backward."""
+    For each element and iteration: 4 forward; in training 4 more to compute forward again, and 8 backward."""
     return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 
 

@@ -150,8 +150,8 @@ def launchers(
 ) -> dict[str, Callable[[], object]]:
     """For every call a function that runs it on each of `input_sets`: a CUDA graph, or launches for names in `eager`.
 
-    So that no call finds its data in the L2 cache, the sets together should be larger (see sets_for), and every output
-    is kept until the capture ends.
+    So that no call finds its data in the L2 cache, the sets together should be larger than it (see sets_for), and every
+    output is kept until the capture ends.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)

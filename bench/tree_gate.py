@@ -45,7 +45,7 @@ def _route(inputs: Inputs, backend: str) -> object:
 
 
 def _composed_gate(inputs: Inputs) -> object:
-    """The definition's products, levels and softmax in PyTorch."""
+    """The definition, which composes PyTorch's operations."""
     return reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=1.0)[0]
 
 
@@ -58,7 +58,7 @@ def _composed_route(inputs: Inputs) -> object:
 
 
 def _gate_flops(shape: Shape, direction: str) -> int:
-    """Counts the products of all nodes. A kernel that skips nodes which no token reaches can beat this floor."""
+    """Counts the products of all nodes and leaves. A kernel that skips nodes without tokens can beat this floor."""
     products = 2 * shape["T"] * shape["P"] * shape["K"] * (2 * shape["E"] - 1)
     return products * (3 if direction == "training" else 1)
 

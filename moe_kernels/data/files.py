@@ -1,4 +1,4 @@
-"""Reads files of unknown origin: whole, or raises an error with the reason.
+"""Reads files of unknown origin: returns the whole content, or raises an error with the reason.
 
 No file can run code. The size of a file is limited, except that of a MATLAB file.
 """

@@ -1,4 +1,4 @@
-"""Image sets in one form: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs."""
+"""Reads image sets into `Images`: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_kernels.data.files import LIMIT, Tensors, as_bytes, import_optional, read
 
 DIGITS_SEED = 0  # draws the split into training and test images
-LARGEST = 1024  # pixels of a JPEG's side: a small file could declare a huge picture
+LARGEST = 1024  # most pixels of a JPEG's side; without a limit a small file could declare a huge picture
 
 IDX_NAME = re.compile(r"(train|t10k)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
 

@@ -48,8 +48,8 @@ def load_jester(file: Path) -> Ratings:
 def load_books(file: Path) -> Ratings:
     """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
 
-    As in paper 001, users and books with fewer than 5 records are removed, repeatedly, until none is left. For every
-    record a book is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
+    As in paper 001, users and books with fewer than 5 records are removed, repeatedly, until all others have 5. For
+    every record a book is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
     """
     text = read(file).decode("latin-1")
     rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))

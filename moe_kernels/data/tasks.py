@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, as_bytes, import_optional, read
 from moe_kernels.data.images import LARGEST, mnist_bytes
 
-SHIFT = 8  # pixels, in both directions, between the corners of MultiMNIST's two images: each is 4 from the middle
+SHIFT = 8  # pixels, in both directions, between the corners of MultiMNIST's two images: each image is 4 off centre
 SEED = 0  # draws the pairs of images and the split of MultiMNIST
 # The paper does not say to what size it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a gate
 # on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
@@ -41,7 +41,7 @@ class TaskImages(Tensors):
 def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     """MultiMNIST from the four IDX files of MNIST in `folder`, or MultiFashionMNIST from those of Fashion-MNIST.
 
-    The canvas is 8 pixels larger. Every image is used twice at the top left, each time with another random image of the
+    The canvas is 8 pixels larger. Every image is used twice at the top left, each time with a random other image of the
     same part at the bottom right; pixels are added, up to 255 (the paper's public code has no limit). Five sixths of
     the training images train, the rest validates: 100,000, 20,000 and 20,000 images for MNIST.
 

@@ -118,7 +118,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(min=1)  # so cost / all rows has the mean error of rated rows
+    scale = len(stars) / rated.sum().clamp(min=1)  # so that cost / number of rows has the mean error of rated rows
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

@@ -1,9 +1,9 @@
 """Paper 000, section 4.1.2 and Figure 3: how often is each neuron of a random COMET network active, and are any dead?
 
 1000 random networks of 4 linear layers, with N ~ U(100, 1000) neurons a hidden layer and sparsity 1 - p ~ U(0.05, 1),
-see the whole data set. On CIFAR-10 the paper finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks;
-many of these are active on another data set (--other), CIFAR-100. In digits and MNIST the mean image is far from zero,
-so more neurons are dead; --centre subtracts the mean.
+get the whole data set. On CIFAR-10 the paper finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks;
+many dead neurons are active on another data set (--other), CIFAR-100. In digits and MNIST the mean image is far from
+zero, so more neurons are dead; --centre subtracts the mean.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 def run(args: argparse.Namespace) -> int:
     """Runs the agreement check and the training, prints the table, and returns the exit status.
 
-    0: success; 1: backend and reference disagree; 2: it cannot start, or a file cannot be read or written; 3: a rank
-    failed or did not answer in time; 130: interrupted.
+    0: success; 1: backend and reference disagree; 2: the run cannot start, or a file cannot be read or written; 3: a
+    rank failed or did not answer in time; 130: interrupted.
     """
     threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
     with ExitStack() as stack:
@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # At low temperatures entries of a permutation fall to 1e-40. CPUs multiply such denormal numbers 60 times
-            # as slowly; with zeros instead, a step of MovieLens takes 140 ms, not 500.
+            # At low temperatures entries of a relaxed permutation fall to 1e-40. CPUs multiply such denormal numbers
+            # 60 times as slowly as others. With zeros instead, a step of MovieLens takes 140 ms, not 500.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -187,7 +187,7 @@ def _device(name: str) -> torch.device:
 
 
 def _flushes_denormals() -> bool:
-    """Whether torch flushes denormal numbers to zero. torch has no function for this, so one is multiplied here."""
+    """Whether torch flushes denormal numbers to zero. torch has no function for this: one such number is multiplied."""
     return (torch.tensor(1e-40) * 1).item() == 0
 
 

@@ -25,9 +25,9 @@ from moe_kernels.train.loop import Run
 # Adam's step.
 TOLERANCE = 1e-5
 
-# If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n), n
-# ~ N(0, 1); one of the two crosses a near kink. 4e-6 moves an argument some ten times as far as rounding, so that four
-# pairs miss a kink once in 1e4 times.
+# If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n),
+# with n from N(0, 1); one of the two crosses a near kink. 4e-6 moves an argument some ten times as far as rounding, so
+# that four pairs miss a kink once in 1e4 times.
 PERTURBATION = 4e-6
 PAIRS = 4
 SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one element

@@ -1,4 +1,4 @@
-"""One run: a side of a comparison with one seed, from its first step to its last.
+"""One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
 The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and a run has its own random
 state. So runs can alternate, stop and continue with the same results.
@@ -66,7 +66,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SeededDraw:
-    """Replaces a competition gate's rate: 1 with this probability, else 0, drawn from seed, layer and step alone."""
+    """Replaces a competition gate's `rate`: 1 with that probability, else 0, drawn from seed, layer and step alone."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -109,7 +109,7 @@ class Run:
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         seed_competitions(self.task.model, self.seed)
         self.setup_seconds = time.perf_counter() - started
-        # Counts the parameters that train in the first phase; a later one may freeze some.
+        # Counts the parameters that train in the first phase; a later phase may freeze some of them.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -200,7 +200,7 @@ class Run:
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: the last one, or with choose="best" the first of the best by validation."""
+        """Index of the row to report: the last, or with choose="best" the first with the best validation score."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
@@ -362,9 +362,9 @@ class RoutingStatistics:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """`routing_columns`: experts or neurons a sample (mean over layers), share of samples that use the least and
-        the most used one, number of unused ones, entropy of the routers in nats. If several layers have a router, also
-        the entropy of each."""
+        """The values of `routing_columns`: experts or neurons used per sample (mean over layers), the least and the
+        largest share of the samples that use one, the number that no sample uses, the mean entropy of the routers in
+        nats. If several layers have a router, also the entropy of each."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

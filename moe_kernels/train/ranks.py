@@ -89,8 +89,8 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean number of a rank. A rank without
-    samples gets one sample with weight 0."""
+    """A rank's samples of a batch, and their weight: their number over the mean number per rank. A rank without samples
+    gets one sample with weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
@@ -213,7 +213,7 @@ class SerialRun(Run):
 
 
 def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, the random state of a rank in the run's next step; rank 0 has that of one process."""
+    """Inside the block, random numbers are a rank's in the run's next step; for rank 0 those of one process."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Trained models on disk: model-SIDE-SEED.pt has the tensors, its .json recipe, options and data set properties."""
+"""Trained models on disk: model-SIDE-SEED.pt has tensors; its .json has recipe, options and data set properties."""
 
 from __future__ import annotations
 

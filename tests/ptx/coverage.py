@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Some test must execute every one of these instructions: only such a test can fail if the instruction is missing.
+# Each of these instructions must be executed by a test: only such a test can fail if the instruction is missing.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
@@ -30,7 +30,7 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in dicts and lists, which pytest-xdist can send.
+    """The coverage of this process, in plain containers, which pytest-xdist can send.
 
     lines: place -> number of its instructions that ran, number of its instructions."""
     kernels: Data = {}

@@ -157,7 +157,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, backend "cuda" runs CPU tensors on the executor. order: seed for the order of blocks, warps."""
+    """Inside the block, "cuda" runs CPU tensors on the executor. order: seed for the order of blocks, warps, stores."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
@@ -167,7 +167,7 @@ def use(order: int | None = None) -> Iterator[Module]:
 
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
-    """Inside the block, launches see a GPU with these properties; `shared`: bytes a block, such as 99 KB on sm_86."""
+    """Inside the block, launches see a GPU with these properties. `shared`: most bytes of a block (sm_86: 99 KB)."""
     set_device = module()._library.ptx_device
     set_device(shared, multiprocessors, major, minor)
     try:

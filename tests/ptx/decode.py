@@ -52,10 +52,10 @@ class Kernel:
         return demangled(self.name)
 
     def where(self, pc: int) -> str:
-        """The place of an instruction: PTX line, source line and text."""
+        """Kernel, PTX line, source line and text of an instruction."""
         if pc >= len(self.texts):
             return self.title
-        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # 128 accumulators
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # up to 128 accumulators
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
@@ -149,7 +149,7 @@ class Decoder:
         return self._constants[key]
 
     def operand(self, text: str, size: int, floating: bool = False) -> int:
-        """The operand of a register, literal or name. `_`, a result without a register, gets one that nothing reads."""
+        """The operand of a register, literal or name. `_` (an unused result) gets a register that is never read."""
         place = self.place(text)
         if place is not None:
             return place[0]
@@ -179,7 +179,7 @@ class Decoder:
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """Of an address [...]: operand and offset to add, and bytes of the operand. The operand is a register, or 0."""
+        """For an address [base + offset]: operand of the base (a register or a constant 0), offset, operand's bytes."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0

@@ -32,8 +32,8 @@ class PtxError(AssertionError):
 
 @dataclass
 class Settings:
-    """seed: of the order of execution, 0 for the fixed order; its upper 16 bits seed the errors of .approx, 0 for none.
-    step_limit: most instructions of warps in a launch."""
+    """seed: seed of the order of execution (0: fixed order); its upper 16 bits are the seed of the errors of .approx
+    (0: no errors). step_limit: most instructions of warps in a launch."""
 
     seed: int = 0
     step_limit: int = 2_000_000_000

@@ -22,7 +22,7 @@ def replaced(pattern: str, by: str, *, count: int = 0) -> Edit:
 
 
 def on_line(line: int, pattern: str, by: str) -> Edit:
-    """Replaces the match on one line, numbered as in `Kernel.lines`."""
+    """Replaces every match on one line (numbered as in `Kernel.lines`); fails if there is none."""
 
     def edit(text: str) -> str:
         lines = text.split("\n")

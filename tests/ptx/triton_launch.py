@@ -24,7 +24,7 @@ from .text import entry_names
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU that launches read."""
+    """The properties of a GPU that a launch reads."""
 
     capability: int
     shared: int  # bytes that a block can have

@@ -8,7 +8,7 @@ import torch
 
 
 def merged(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Addresses and sizes in bytes; the storage of a view may be larger. Overlapping ones are merged."""
+    """Address and bytes of each extent, overlapping ones merged. The storage of a view may be larger."""
     spans = set()
     for tensor in tensors:
         if tensor.numel():

@@ -1,5 +1,5 @@
-// Replays one call in its own process, so that a faulty kernel or a sanitizer ends only this one. Every buffer has its
-// own allocation, which ends at the buffer's last byte.
+// Replays one call in its own process, so that a faulty kernel or a sanitizer ends only that process. Every buffer has
+// its own allocation, which ends at the buffer's last byte.
 //
 //   replay            prints the signatures
 //   replay FILE       runs the call in FILE and writes the buffers back into it

@@ -1,4 +1,4 @@
-// The executor: fibers, rendezvous and shared memory. It is compiled without sanitizers, but tells them of its fibers.
+// The executor: fibers, rendezvous, shared memory. It is compiled without sanitizers, but announces its fibers to them.
 #include "simt.h"
 
 #include <sys/mman.h>

@@ -45,7 +45,7 @@ namespace simt {
 
 [[noreturn]] void fail(const char* message);  // ends the process
 
-// Most shared memory of a block: 227 KiB, as on sm_90.
+// The most shared memory that a block can have: 227 KiB, as on sm_90.
 size_t shared_memory_limit();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);

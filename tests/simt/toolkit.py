@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """missing (headers), no_nvcc, no_cuobjdump: the reason why it was not found, or None."""
+    """missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found; None if they were."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None

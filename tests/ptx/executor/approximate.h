@@ -6,7 +6,7 @@
 
 extern thread_local u64 approximation_seed;
 
-// Either sign, magnitude in [0.5, 1). which: a number for each instruction.
+// A number of either sign with a magnitude in [0.5, 1): a hash of `input` and `which`, the number of the instruction.
 inline f64 signed_error(u64 input, u32 which) {
   u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
@@ -46,7 +46,7 @@ inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, k
 inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + kSine * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
 inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + kSine * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
 
-// rcp.approx.ftz.f64 reads and returns the upper halves only.
+// rcp.approx.ftz.f64 uses only the upper 32 bits of its operand; the lower 32 bits of its result are 0.
 inline f64 upper_half(f64 x) { return bits<f64>(bits<u64>(x) & 0xffffffff00000000ull); }
 inline f64 rcp_upper(f64 x) {
   const f64 exact = 1 / upper_half(x);

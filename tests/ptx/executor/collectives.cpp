@@ -73,7 +73,7 @@ void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   }
 }
 
-// The lanes in whose group some lane's operand k is undefined.
+// The lanes of groups in which operand k of a lane is undefined.
 u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32* masks, u32 mask) {
   const u64 undefined = either(undefined_lanes(launch, w, r, k)) & both(mask);
   u64 found = 0;

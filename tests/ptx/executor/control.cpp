@@ -99,7 +99,7 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::chosen;
 }
 
-// immediate: number of the barrier; second: threads that it waits for, 0 for all of the block.
+// A warp's arrival at a barrier. immediate: number of the barrier; second: threads that it waits for, 0: all.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {

@@ -1,4 +1,4 @@
-// cp.async: reads the bytes at once, and stores them in shared memory when the warp waits for their group.
+// cp.async: reads the bytes at once, and stores them in shared memory when the warp waits for the copy's group.
 #include <algorithm>
 
 #include "table.h"

@@ -1,4 +1,4 @@
-// Floating-point arithmetic. Names without a rounding mode round to nearest even, as PTX does.
+// Floating-point arithmetic. Operations without a rounding mode in their name round to nearest even, as in PTX.
 #include <tuple>
 
 #include "approximate.h"

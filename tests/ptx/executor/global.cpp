@@ -16,8 +16,8 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether the write happened before an access of this lane: by the same lane, or ordered by a barrier of the block or of
-// the warp, or by an atomic with release.
+// Whether the write of `word` happened before an access of this lane: it is the lane's own, or ordered by a barrier of
+// the block or of the warp, or by an atomic with release.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);

@@ -19,7 +19,7 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kMaxErrors = 1000;  // these end a launch, as a missing barrier can cause millions
+constexpr u64 kMaxErrors = 1000;  // so many errors end a launch: a missing barrier can cause millions
 
 }  // namespace
 

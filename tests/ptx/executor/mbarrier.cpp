@@ -1,8 +1,8 @@
 // mbarriers: a phase is complete after its arrivals and the bytes of its bulk copies.
 //
 // A warp's first try_wait in an incomplete phase fails. Its next one completes the phase and stores the bytes, if all
-// arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, and an error
-// shows it.
+// arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, which is
+// reported.
 #include "table.h"
 
 namespace {

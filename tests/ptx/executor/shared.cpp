@@ -50,8 +50,8 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return true;
 }
 
-// Checks one lane's write of `value` (null: equal to no other), or with `copy` the start of a copy. Several warps may
-// write equal values.
+// Checks one lane's write of `value` (null: counts as different from all values), or with `copy` the start of a copy.
+// Several warps may write equal values.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
   if (at + size > request.shared_bytes) {
     report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
@@ -108,7 +108,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
   return true;
 }
 
-// Completes the oldest groups of cp.async until `left` groups are in flight.
+// Completes the oldest groups of cp.async until at most `left` groups are in flight.
 void Launch::land(Block& b, Warp& w, size_t left) {
   for (; w.groups.size() > left; w.groups.pop_front()) {
     for (const Copy& copy : w.groups.front()) land_copy(b, copy, w.id, w.clocks[w.id]);
@@ -129,7 +129,7 @@ void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
   }
 }
 
-// Whether the asynchronous proxy (wgmma, bulk copies) sees the write: a fence.proxy.async came after it.
+// Whether the asynchronous proxy (wgmma, bulk copies) sees the last write: a bulk copy made it, or a fence followed.
 static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
   return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
 }

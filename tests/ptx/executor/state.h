@@ -15,9 +15,9 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  u64* undefined = nullptr;  // a word for 64 bytes of registers: lanes with an undefined lower half, and upper half
-  u32 born = 0;              // lanes that the block has
-  u32 live = 0;              // lanes that have not left
+  u64* undefined = nullptr;  // at [offset / 64]; low 32 bits: lanes with undefined lower half, high: upper
+  u32 born = 0;              // lanes that exist: all 32, in the last warp of a block maybe fewer
+  u32 live = 0;              // lanes that have not exited
   u32 active = 0;            // lanes at pc
   u32 blocked = 0;           // lanes blocked at a .sync instruction
   u32 pc = 0;
@@ -25,35 +25,35 @@ struct Warp {
   u32 pcs[kLanes] = {};      // of the lanes that are not active
   Phase phase = Phase::ready;
   u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
-  s64 reduction = -1;        // offset of the destination of bar.red
+  s64 reduction = -1;        // offset of bar.red's destination register, or -1
   char reduction_how = 0;    // o: or, a: and, p: count
   u32 reduction_value = 0;
   std::vector<u32> clocks;   // vector clock: an entry for each warp, then for each mbarrier
-  std::vector<u32> fenced;   // by warp: clock of the writes that a fence.proxy.async made visible
+  std::vector<u32> fenced;   // by warp: a fence.proxy.async made its writes up to this clock visible
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
   Products products;
-  u32 mbarrier = ~0u, mbarrier_pc = 0;  // of the last failed try_wait
+  u32 mbarrier = ~0u, mbarrier_pc = 0;  // address (~0: none) and pc of the last failed try_wait
   u64 mbarrier_phase = 0;
   u64 met_at[kLanes] = {};   // by lane: step of its last bar.warp.sync
   u32 met[kLanes] = {};      // by lane: mask of that bar.warp.sync
 };
 
-// The last accesses of some bytes of shared memory.
+// The last accesses of one word of shared memory, of shared_grain bytes (types.h).
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // writer >= number of warps: a bulk copy
+  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // writer >= number of warps: a bulk copy; lane 32: an atomic
   u32 same = 0;              // warps that wrote the present value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
-  u32 writing_lanes = 0;     // of the last write's instruction
-  u32 reading_lanes = 0;     // of the warp that read last, since its clock was reader_clock
+  u32 writing_lanes = 0;     // lanes that wrote it in the last write's instruction
+  u32 reading_lanes = 0;     // lanes of warp `reader` that read it while its clock was reader_clock
   u32 reader_clock = ~0u;
   u8 reader = 0;
 };
 
-// The writes of a block that come before some point of another block: those of warp k at a clock below clocks[k], and at
-// that clock those of lanes[k].
+// The writes of one block that happened before a point of another block. Of warp k: those at clocks below clocks[k],
+// and at clock clocks[k] those by the lanes in the mask lanes[k].
 struct Known {
   std::vector<u32> clocks, lanes;
 
@@ -81,13 +81,13 @@ struct Block {
   std::map<u32, Known> known;  // by other block: its writes that atomics order before this block's next accesses
 };
 
-// The last write of some bytes of global memory in this launch.
+// The last write of one word of global memory, of global_grain bytes, in this launch.
 struct GlobalWord {
-  u32 block = 0;             // index + 1
+  u32 block = 0;             // index + 1; 0: not written
   u16 warp = 0;
   u8 lane = 0, atomic = 0;
   u32 clock = 0;
-  u32 lanes = 0;  // that wrote it in the same instruction
+  u32 lanes = 0;  // lanes that wrote it in the last write's instruction
   u64 step = 0;
 };
 
@@ -117,12 +117,12 @@ struct Launch {
   bool failed = false;
   u32 origin = 0;            // the last instruction with an undefined result, and why
   const char* origin_why = "";
-  std::vector<std::vector<GlobalWord>> written;  // of each range, in grains; empty until the first store
-  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release or acquire
+  std::vector<std::vector<GlobalWord>> written;  // by range, then by global_grain bytes; empty until a store
+  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release or acquire, by block
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
-  // Stores an error of one lane, once per instruction and text. Too many end the launch.
+  // Stores an error of one lane, once per instruction and format. kMaxErrors errors end the launch.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }

@@ -21,8 +21,8 @@ constexpr u32 kAll = 0xffffffffu;
 struct Record {
   u16 op;         // index of the table of operations
   u8 negated;     // the guard predicate is negated
-  u8 size;        // memory operations: bytes of an element; cp.async: bytes of a copy
-  u8 width;       // memory operations: bytes of a register
+  u8 size;        // ld and st: bytes of an element; cp.async: bytes of a copy
+  u8 width;       // ld and st: bytes of a register
   u8 elements;    // elements of a vector; matrices (ldmatrix, stmatrix); others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
   u8 count;       // number of operands
@@ -46,7 +46,7 @@ struct Counters {
 // Memory that a kernel may access.
 struct Range {
   u64 begin, end;
-  u8* read_sectors;     // a flag byte for each sector of 32 bytes that was read; null if not counted
+  u8* read_sectors;     // one byte for each sector of 32 bytes: 1 if it was read; null if not counted
   u8* written_sectors;  // the same for written sectors
 };
 
@@ -65,8 +65,8 @@ struct Program {
   const u8* constants;   // copied to the front of the registers
   u32 constant_bytes, register_bytes;
   u32 special[16];       // offsets of the special registers, in the order of decode.py's SPECIAL
-  u32 shared_grain;      // bytes of the smallest ld or st of shared memory, at most 4
-  u32 global_grain;      // bytes of the smallest st to global memory, at most 4
+  u32 shared_grain;      // bytes of the smallest element of ld.shared and st.shared, at most 4
+  u32 global_grain;      // bytes of the smallest element of st.global, at most 4
   u32 parameter_bytes, unused;
 };
 

@@ -21,9 +21,9 @@ struct Descriptor {
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
-  // Address of 16 bytes. K-major: `line` is a row of the operand, `chunk` counts 16 bytes along K. Else `line` is an
-  // index of K, `chunk` counts 16 bytes along the rows. 8 lines of `span` bytes are swizzled: the address bits from 7
-  // up are XORed into those from 4 up.
+  // Address of 16 bytes. K-major: `line` is a row of A (column of B), `chunk` counts 16 bytes along K. Else `line` is
+  // an index of K, `chunk` counts 16 bytes along the rows. Swizzle of 8 lines of `span` bytes: the lowest 1, 2 or 3
+  // address bits from bit 7 up (for a span of 32, 64, 128) are XORed into those from bit 4 up.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
     where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
@@ -84,7 +84,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warp issues the same wgmma as the warps of its warpgroup that issued this one before.
+// Whether the warp's n-th wgmma equals the n-th of those warps of its warpgroup that issued theirs earlier.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps");
@@ -219,7 +219,7 @@ Next fence(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
 
 }  // namespace
 
-// Ends the reads of the oldest groups of wgmma until `left` groups run.
+// Ends the reads of the oldest groups of wgmma until at most `left` groups may still run.
 void Launch::retire(Block& b, Warp& w, size_t left) {
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (auto& groups = w.products.groups; groups.size() > left; groups.pop_front()) {

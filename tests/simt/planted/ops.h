@@ -1,4 +1,4 @@
-// A launcher with a planted bug for tests/test_simt.py.
+// A launcher whose kernel has the bug that an argument chooses, for tests/test_simt.py.
 #pragma once
 
 #include <driver_types.h>
