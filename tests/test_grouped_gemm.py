@@ -153,7 +153,7 @@ def test_rows_are_summed_by_token(target, dtype, width):
     assert not backends.load(target.backend, OP).grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3).any()
 
 
-# float16 uses the code of bfloat16: one case with an activation, one gated.
+# float16 uses the code of bfloat16, so it has only two cases: one with gelu, one with swiglu.
 CASES = [(kind, dtype) for kind in ROUTINGS for dtype in (DTYPES if kind in ("zipf", "adversarial") else DTYPES[:2])]
 
 
@@ -325,7 +325,7 @@ def test_derivatives_in_float64(backend, activation):
 def test_a_second_derivative_is_refused():
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 5, requires_grad=True)
     y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), activation="gelu", backend="cpu")
-    for loss in (y.square().sum(), y.sum()):  # the gradient of the second is a constant
+    for loss in (y.square().sum(), y.sum()):  # the second loss gives y a constant gradient
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="grouped_gemm: kernels are once_differentiable"):
             dx.sum().backward(retain_graph=True)

@@ -46,7 +46,7 @@ def kwta() -> None:
 
 def products() -> None:
     """Tiles of 32 rows, unaligned or read by 4 bytes; of 128 rows in the gradient to x, for aligned rows and 64 or more
-    an expert; of 64 in the gradient to the weights. More steps than stages."""
+    an expert; of 64 in the gradient to the weights. Sums have more steps than the pipeline has stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -91,7 +91,7 @@ TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 
 
 
 def trees() -> None:
-    """Multiples of 1/8, so that sums of products are exact in any order; about half of the nodes are saturated."""
+    """Inputs are multiples of 1/8, so that sums of products are exact in any order. A third of nodes is saturated."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {

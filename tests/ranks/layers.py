@@ -211,7 +211,7 @@ def frozen_experts() -> None:
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group every rank computes the loss of all ranks' tokens; its gradient is the mean over ranks."""
+    """With reduce=group every rank has the loss of all ranks' tokens; gradients averaged over ranks are exact."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
@@ -241,7 +241,7 @@ def balance_over_ranks() -> None:
 
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
-    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" imports torch's inductor
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch's inductor
 
 
 def compiled_around_the_exchange() -> None:
