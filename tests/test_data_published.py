@@ -80,7 +80,7 @@ def test_jester_from_its_file(tmp_path):
 
 
 def test_books_from_its_file(tmp_path):
-    """The loader removes users and books with fewer than five records, until none is left."""
+    """The loader removes users and books with fewer than five records, until all have five."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader

@@ -80,7 +80,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(kind, dtype, tiles, monkeypatch):
-    """torch multiplies, as the CPU has it for few rows of large experts; tiles: as if the processor had AMX."""
+    """torch multiplies, as on the CPU with few rows of large experts; tiles: as if the processor had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), kind, dtype)

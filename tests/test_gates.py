@@ -211,7 +211,7 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """Two forward passes, then two backward passes, as in THOR, sum the gradients of two separate steps."""
+    """Two forward passes, then two backward passes, as in THOR, give the sum of gradients of two separate steps."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation

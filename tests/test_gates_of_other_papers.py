@@ -56,7 +56,7 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # trains no x
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # x gets no gradient
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None

@@ -72,8 +72,8 @@ def finest(target, op=OP):
 def judge(target, dtype, got, reference, truth, floor=1.0):
     """Allows twice the error of the reference in the same dtype plus `floor` epsilons, relative to the largest value.
 
-    In float32 at least 4 epsilons: adding one by one is worse than the reference's sum by blocks. Double for Triton's
-    interpreter, which truncates to bfloat16, and in float64, where `truth` has errors too.
+    In float32 at least 4 epsilons: adding one by one is worse than the reference's sum by blocks. Twice as many in
+    Triton's interpreter, which truncates to bfloat16, and in float64, where `truth` has errors too.
     """
     floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
@@ -273,7 +273,7 @@ def test_tanh_saturates_at_one(target):
 
 
 def test_tanh_keeps_the_digits_of_small_numbers(target):
-    """The error is relative to the value. From exp(2 x), which is near 1, tanh would have three digits at 1e-4."""
+    """Errors are small relative to the value. From exp(2 x), which is near 1, tanh(1e-4) would have three digits."""
     dtype = finest(target)
     x = torch.logspace(-6, 0, 61).to(dtype)
     rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
@@ -284,7 +284,7 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """On GPUs the error is relative to the value; computed by erf, gelu below -6 would have no digits."""
+    """On GPUs errors are small relative to the value; computed by erf, gelu below -6 would have no digits."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     ends = torch.tensor([200, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.linspace(-12, 12, 997), ends]).to(dtype)

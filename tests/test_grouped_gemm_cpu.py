@@ -18,7 +18,7 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
-    """C++ multiplies large experts if every thread has an expert or 24 rows, and the processor no tiles (AMX)."""
+    """C++ multiplies large experts if each thread has an expert or 24 rows, but not in bfloat16 if there are tiles."""
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     for dtype, size, rows, count, expected in (
         (torch.float32, (1, 2048, 2048), 48, 2, True),

@@ -100,7 +100,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # GPUs hold rows up to 32768 in registers and read longer ones again
+)  # GPUs hold aligned rows up to 32768 in registers and read longer ones again
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):

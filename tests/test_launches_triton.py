@@ -102,7 +102,7 @@ def test_grids_of_many_experts_stay_within_their_limits():
 
 
 def iterations() -> None:
-    """Solves with few and many iterations in every form."""
+    """Sinkhorn with few and many iterations, in every form of the kernel."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):

@@ -25,7 +25,7 @@ def target(request):
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """Values of n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
+    """Values of n for every place of a matrix: one or several vector lanes, part of a warp, a block, memory."""
     if target.compiles:
         return (3, 12, 40, 70)  # one n a tile; n of another divisibility by 4 or 16 compiles six kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)

@@ -173,8 +173,8 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # On CUDA the second shape takes several blocks, the last one partial; in backward the last shape too. Triton
-        # has another layout for multiples of 16 leaves.
+        # On CUDA 9 or more tokens take several blocks, the last one partial (but for 64 leaves in backward). Triton has
+        # another layout for multiples of 16 leaves.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
         # CUDA has kernels for powers of two: forward from 8 to 1024 leaves, backward from 32 to 512. Forward also takes
         # sizes between them, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.

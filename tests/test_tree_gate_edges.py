@@ -228,7 +228,7 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """torch.mm computes them, so that torch's setting decides about TF32; in bfloat16 Triton's fused kernel does."""
+    """torch.mm computes them, so that torch's setting decides about TF32; a fused kernel computes those in bfloat16."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(
