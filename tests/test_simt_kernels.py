@@ -32,8 +32,8 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a part of a warp, a warp, and blocks of up to 512 threads: consecutive, apart, unaligned. The longest,
-    if unaligned, does not fit the registers of its block, which reads it several times."""
+    """Rows for a part of a warp, a warp, and blocks of 64 and 1024 threads: consecutive, or each tensor otherwise. The
+    longest do not fit the registers of their block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):

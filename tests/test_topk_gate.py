@@ -221,7 +221,7 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """An infinite gradient makes those to all logits of its token ("softmax_topk"), or to the chosen ones, not finite."""
+    """An infinite gradient makes those to all logits of the token ("softmax_topk"), or to chosen ones, not finite."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]
