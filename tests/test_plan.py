@@ -30,7 +30,7 @@ def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
 
 
 def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """The definition as a loop: by expert the kept (token, choice) in order of arrival, and the number requested."""
+    """The definition as a loop: by expert the kept (token, choice) in order of requests, and the number requested."""
     tokens = range(len(experts))
     if priority is not None:
         key = [(math.inf, 1) if math.isnan(p) else (p, 0) for p in priority]  # NaN above +inf

@@ -131,7 +131,7 @@ def test_tf32(width, tf32):
 
 
 def many_rows():
-    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # above 96 rows an expert: large tiles
+    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # about 150 rows an expert
 
 
 def some_dropped():

@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a part of a warp, a warp, and blocks of 64 and 1024 threads: consecutive, or each tensor otherwise. The
+    """Rows for a part of a warp, a warp, and blocks of 64 and 1024 threads: consecutive, or apart and unaligned. The
     longest do not fit the registers of their block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
