@@ -177,7 +177,7 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
         # another layout for multiples of 16 leaves.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
         # CUDA has kernels for powers of two: forward from 8 to 1024 leaves, backward from 32 to 512. Forward also takes
-        # sizes between them, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.
+        # rows of 16 n bytes between, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.
         own = (
             (19, 4, 1, 33),
             (9, 4, 2, 32),
