@@ -1,6 +1,6 @@
-"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour.
-Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values of all shapes by the tests of
-each operation."""
+"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour;
+the last tests run their PTX. Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values
+of all shapes by the tests of each operation."""
 
 from __future__ import annotations
 
