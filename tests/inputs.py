@@ -16,7 +16,7 @@ PROT_NONE = 0
 def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
     """x as a view of a tensor that holds `fill` on all sides of its last two dimensions.
 
-    Starts and strides of its rows are multiples of 16 bytes, also if their length is none.
+    Starts and strides of its rows are multiples of 16 bytes, also if their length is no multiple.
     """
     rows, columns = x.shape[-2:]
     whole = x.new_full((*x.shape[:-2], rows + 6, columns // 8 * 8 + 24), fill)
@@ -57,7 +57,7 @@ def gapped(x: torch.Tensor) -> torch.Tensor:
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """x with rows 2^30 elements apart, or with `strides`. On a CPU only pages that x occupies take memory.
 
-    A row's index and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
+    A row's index and its stride each fit int32. From row 2 on their product does not, from row 16 on not even in
     units of 8 elements: a 32-bit index reads zeros (on a GPU NaN), or outside of the tensor.
     """
     strides = strides or (2**30, 1)

@@ -161,8 +161,8 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
 
 
 def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
-    """Computes LayerNorm(a + the output of a's expert), a being the attention's output; the hash gate gets the ids; the
-    dense model is unchanged."""
+    """The layer computes LayerNorm(a + y): a is the attention's output, y the output of the token's expert for a. The
+    hash gate gets the token ids; the dense model is unchanged."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
     student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()

@@ -230,7 +230,7 @@ def test_views_are_read_in_place(target):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """The start or the stride of one tensor after the other rules out accesses of 16 bytes."""
+    """One tensor at a time has a start or a stride that rules out accesses of 16 bytes."""
     plan = plans(target.device)["unused rows"]
     given = {"rows": torch.randn(plan.num_rows, 48), "grad": torch.randn(plan.num_tokens, 48)}
     given = {name: each.to(target.device) for name, each in given.items()}

@@ -94,7 +94,7 @@ def test_mixture_of_whole_mlps(name, activation):
 
 @pytest.mark.parametrize("activation", ["relu", "softplus"])
 def test_mixture_of_whole_mlps_under_autocast(activation):
-    """The same bits as the network with parameters rounded to bfloat16; parameters and gradients stay float32."""
+    """The output has the bits of a network in bfloat16; parameters and their gradients stay float32."""
     net = mlp("moe", 0.3, activation)
     with torch.autocast("cpu", torch.bfloat16):
         y = net(X)
@@ -112,7 +112,7 @@ def test_masks_tied_to_examples():
     assert tied[:, :12].all()
     assert tied[:, 12:].float().mean() == pytest.approx(0.3, abs=0.01)
     assert not torch.equal(bernoulli[0], bernoulli[1])
-    with torch.device("meta"):  # a default device: masks are drawn on the CPU
+    with torch.device("meta"):  # another default device: masks are still drawn on the CPU
         assert unpack_bits(tied_masks(1, 40, 0.0, 12, device), 40).sum() == 12
 
 

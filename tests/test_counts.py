@@ -87,8 +87,8 @@ def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
         assert warps([one]) <= 1.1 * warps([other]), one.kernel.title
 
 
-# Most instructions of a token's warp at K = 8. Earlier kernels took, in float32 and bfloat16, 940 and 524 on CUDA with
-# 256 experts (each choice searched a lane's logits); on Triton with 128 experts 344 and 264, and 551 and 558 in the
+# Most instructions of a token's warp at K = 8. Earlier kernels took, in float32 and bfloat16: 940 and 524 on CUDA with
+# 256 experts (each choice searched a lane's logits); 344 and 264 on Triton with 128 experts; 551 and 558 in its
 # backward pass (each choice read every logit).
 MOST = {
     ("cuda", torch.float32, 128): 305,

@@ -60,7 +60,7 @@ def pairs(found):
 
 
 def test_jester_from_its_file(tmp_path):
-    """Has every rating, and as many unrated jokes; users who rated all jokes are left out."""
+    """The set has every rating and as many unrated jokes; users who rated all jokes are left out."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     everything = {(9, joke): 1.0 for joke in range(1, 20)}
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
@@ -80,7 +80,7 @@ def test_jester_from_its_file(tmp_path):
 
 
 def test_books_from_its_file(tmp_path):
-    """Removes users and books with fewer than five records, repeatedly."""
+    """The loader removes users and books with fewer than five records, until all have five."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader

@@ -55,8 +55,8 @@ GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
 @pytest.mark.parametrize("op", SIZES)
 def test_every_size_runs_in_99_kb(op, target):
-    """Sizes 1, 2, the two largest and, for CUDA, powers of two and their neighbours. Triton compiles most sizes anew;
-    the operations' tests have many of the others."""
+    """Sizes 1, 2, the two largest and, for CUDA, some powers of two and their neighbours. Triton compiles most sizes
+    anew; the operations' tests have many of the others."""
     call, largest = SIZES[op]
     if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
         pytest.skip(reason)

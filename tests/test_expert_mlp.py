@@ -52,7 +52,7 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
 
 # float16 uses the code of bfloat16: one case with biases, and a gated one without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# Triton compiles three kernels for an activation and dtype: a kind of plan has one dtype, two of them have two.
+# Triton compiles three kernels for an activation and dtype: most kinds of plan run in one dtype, two kinds in two.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -80,7 +80,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(kind, dtype, tiles, monkeypatch):
-    """As the CPU backend multiplies few rows of large experts, in bfloat16 where the processor has tiles for it."""
+    """torch multiplies, as on the CPU with few rows of large experts; tiles: as if the processor had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), kind, dtype)
@@ -173,7 +173,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_an_infinite_gradient_of_one_token(target):
-    """The infinity is multiplied by no padding, which would give NaN: gate weights have the reference's gradients."""
+    """No kernel multiplies the infinity by zeros of padding (NaN): gate weights have the reference's gradients."""
     plan, dtype = plans(target.device)["dropped"], finest(target, OP)
     leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])

@@ -41,7 +41,7 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# Triton compiles five kernels for a case: each activation, bias and width of elements is in some case.
+# Triton compiles five kernels for a case. In these cases each activation, bias and width of elements occurs.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -53,14 +53,14 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
         pytest.skip("Triton has each activation, bias and width of elements in other cases")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # 1 for the result, 1 as the experts' outputs and the gradients of outputs and hidden layers are rounded too.
+    # floor: 1 for the result, 1 as experts' outputs and gradients of outputs and hidden layers are rounded too.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch):
-    """As the CPU backend multiplies few rows of large experts, in bfloat16 where the processor has tiles for it."""
+    """torch multiplies, as on the CPU with few rows of large experts; tiles: as if the processor had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), activation, with_bias, dtype)
@@ -122,7 +122,7 @@ def test_the_gradient_at_zero_is_zero(target):
 
 
 def test_a_norm_whose_squares_are_too_small_is_zero(target):
-    """float32 cannot represent the square of 1e-30; also for experts with a single output."""
+    """Experts have a single output, 6e-29, and float32 cannot represent its square."""
     leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
     leaves = {name: each.to(target.device, torch.bfloat16) for name, each in leaves.items()}
     grad = torch.ones(2, 2, device=target.device)

@@ -211,7 +211,7 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """As in THOR and in gradient accumulation: gradients are the sums of those of separate steps."""
+    """Two forward passes, then two backward passes, as in THOR, give the sum of gradients of two separate steps."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation
@@ -332,7 +332,7 @@ def test_modules_pass_their_backend_on(name, training):
 
 @pytest.mark.parametrize("name", [name for name, make in EVERY.items() if hasattr(make(), "reset_parameters")])
 def test_a_generator_alone_draws_a_gates_own_parameters(name):
-    """Modules of torch inside a gate take no generator."""
+    """Compares the gate's own tensors: modules of torch inside a gate take no generator."""
     drawn = []
     for seed in (0, 1):
         torch.manual_seed(seed)

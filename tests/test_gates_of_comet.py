@@ -93,7 +93,7 @@ def test_hash_gate_is_a_table():
 def test_hash_gate_balances_frequencies():
     frequencies = torch.tensor([1, 7, 0, 5, 4, 3, 2, 0])
     gate = mnn.HashGate(8, 2, frequencies=frequencies, generator=seeded_generator())
-    # Loads 7 | 5; 4 goes to the second (5 < 7), 3 to the first (7 < 9), 2 to the second (9 < 10), 1 to the first.
+    # Loads begin as 7 | 5. Then 4 goes to the second (5 < 7), 3 to the first (7 < 9), 2 to the second, 1 to the first.
     assert gate.table[[1, 3, 4, 5, 6, 0]].tolist() == [0, 1, 1, 0, 1, 0]
     loads = torch.zeros(2, dtype=torch.int64).index_add_(0, gate.table.long(), frequencies)
     assert loads.tolist() == [11, 11]

@@ -56,14 +56,14 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # trains only the router
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # x gets no gradient
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None
         for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
     )
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
-    # The router learns from its loss alone. This needs K > 1: with K = 1 all weights are 1, without a gradient.
+    # The router learns from its loss alone. The check needs K > 1: with K = 1 all weights are 1, without a gradient.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
     assert grad is None
     weights = layer.gate(x).weights
@@ -73,7 +73,7 @@ def test_who_learns_from_a_competition(through_norms):
 def test_the_coin():
     layer, x = competing(rate=lambda step: float(step == 1), coin=torch.Generator()), torch.randn(T, D).double()
     competed = [float(layer(x).statistics["competed"]) for _ in range(2)]
-    with torch.device("meta"):  # a default device: the coin is on the CPU
+    with torch.device("meta"):  # another default device: the coin stays on the CPU
         competed.append(float(layer(x).statistics["competed"]))
     assert competed == [0, 1, 0]
     other = competing()
@@ -174,7 +174,7 @@ def test_stable_routing_by_hand():
     every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
-    evaluated = gate.eval()(x, ids)  # in stage one, too, the router of the ids decides
+    evaluated = gate.eval()(x, ids)  # in evaluation the ids' router decides in stage one too
     assert evaluated.losses == {}
     assert torch.equal(evaluated.experts[:, 0].long(), logits.argmax(-1))
 
@@ -328,7 +328,7 @@ def test_a_staged_gate_distils_in_stage_two_alone():
     loss = gate(x).losses["distill"]
     torch.testing.assert_close(loss, (p * (p / q).log()).sum(-1).mean())
     loss.backward()
-    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # it is the teacher
+    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # `first` is the teacher
     assert gate.second.linear.weight.grad.any()
 
 

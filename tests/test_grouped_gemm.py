@@ -72,8 +72,8 @@ def finest(target, op=OP):
 def judge(target, dtype, got, reference, truth, floor=1.0):
     """Allows twice the error of the reference in the same dtype plus `floor` epsilons, relative to the largest value.
 
-    In float32 at least 4 epsilons: adding one by one is worse than the reference's sum by blocks. Double for Triton's
-    interpreter, which truncates to bfloat16, and in float64, where `truth` has errors too.
+    In float32 at least 4 epsilons: adding one by one is worse than the reference's sum by blocks. Twice as many in
+    Triton's interpreter, which truncates to bfloat16, and in float64, where `truth` has errors too.
     """
     floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
@@ -153,7 +153,7 @@ def test_rows_are_summed_by_token(target, dtype, width):
     assert not backends.load(target.backend, OP).grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3).any()
 
 
-# float16 uses the code of bfloat16: one case with an activation, one gated.
+# float16 uses the code of bfloat16, so it has only two cases: one with gelu, one with swiglu.
 CASES = [(kind, dtype) for kind in ROUTINGS for dtype in (DTYPES if kind in ("zipf", "adversarial") else DTYPES[:2])]
 
 
@@ -273,7 +273,7 @@ def test_tanh_saturates_at_one(target):
 
 
 def test_tanh_keeps_the_digits_of_small_numbers(target):
-    """The error is relative to the value. From exp(2 x), which is near 1, tanh would have three digits at 1e-4."""
+    """Errors are small relative to the value. From exp(2 x), which is near 1, tanh(1e-4) would have three digits."""
     dtype = finest(target)
     x = torch.logspace(-6, 0, 61).to(dtype)
     rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
@@ -284,7 +284,7 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """On GPUs the error is relative to the value; computed by erf, gelu below -6 would have no digits."""
+    """On GPUs errors are small relative to the value; computed by erf, gelu below -6 would have no digits."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     ends = torch.tensor([200, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.linspace(-12, 12, 997), ends]).to(dtype)
@@ -325,7 +325,7 @@ def test_derivatives_in_float64(backend, activation):
 def test_a_second_derivative_is_refused():
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 5, requires_grad=True)
     y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), activation="gelu", backend="cpu")
-    for loss in (y.square().sum(), y.sum()):  # the gradient of the second is a constant
+    for loss in (y.square().sum(), y.sum()):  # the second loss gives y a constant gradient
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="grouped_gemm: kernels are once_differentiable"):
             dx.sum().backward(retain_graph=True)

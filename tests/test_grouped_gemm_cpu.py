@@ -18,7 +18,7 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
-    """C++ divides only rows among threads: torch computes a large product of 40 rows if there are two threads."""
+    """C++ multiplies large experts if each thread has an expert or 24 rows, but not in bfloat16 if there are tiles."""
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     for dtype, size, rows, count, expected in (
         (torch.float32, (1, 2048, 2048), 48, 2, True),
@@ -26,7 +26,7 @@ def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch
         (torch.float32, (1, 2048, 2048), 40, 1, True),
         (torch.float32, (2, 2048, 2048), 40, 2, True),  # an expert for each thread
         (torch.bfloat16, (2, 2048, 2048), 40, 2, not tiles),
-        (torch.bfloat16, (2, 256, 256), 64, 2, True),  # 2**21 multiply-adds
+        (torch.bfloat16, (2, 256, 256), 64, 2, True),  # small: 2**21 multiply-adds an expert
         (torch.bfloat16, (2, 256, 256), 66, 2, not tiles),
         (torch.float32, (0, 256, 256), 9, 2, True),
     ):
@@ -70,8 +70,8 @@ def test_tanh_is_at_most_one(isa, monkeypatch):
 @pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, or partial ones by instruction set and dtype
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows. Also
-    for the weight's gradient."""
+    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows.
+    The same holds for rows of the weight's gradient."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -118,7 +118,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
     x, weight, bias = torch.zeros(20000, 4), torch.zeros(1, 4, 8), torch.zeros(1, 8, requires_grad=True)
     out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
     out.backward(torch.full_like(out, 0.1))
-    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # one by one: off by 2e-4
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # in one sum: off by 2e-4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -135,7 +135,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     if transposed:  # gaps between columns as well
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
-    # Scratch memory keeps values of the previous call, also in the term after the last of a gathered row.
+    # Scratch memory keeps values of the previous call, also behind the last term of a gathered row.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")

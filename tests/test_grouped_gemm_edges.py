@@ -19,7 +19,7 @@ SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
 
 
 def assert_equal_but_for_rounding(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """1e-5: a GPU's reciprocal and exponential are approximate; wrong slopes at 0 would differ by far more."""
+    """Allows 1e-5: a GPU's reciprocal and exponential are approximate; wrong slopes at 0 would differ by far more."""
     expected = expected.to(got.device, torch.float32).expand(got.shape)
     torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
 
@@ -148,7 +148,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 @pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
-    """The start or the stride of one operand after the other rules out accesses of 16 bytes."""
+    """One operand at a time has a start or a stride that rules out accesses of 16 bytes."""
     if target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, device = finest(target), target.device
@@ -169,9 +169,9 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
-    far apart; contiguous biases that do not start at a multiple of 16 bytes. On CUDA (bfloat16) rows of the aligned
-    gradient start at such a multiple, but the second row of b_out does not."""
+    """all: padded rows of the gradient of y and of all operands but w_in and w_out; gradient: only of the gradient; far
+    apart: rows of x and the gradient; contiguous: biases that start at no multiple of 16 bytes; aligned gradient: on
+    CUDA (bfloat16) its rows start at such a multiple, but the second row of b_out (12 elements) does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
@@ -199,7 +199,7 @@ def test_operands_far_apart(target, apart):
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
     # A gated activation reads two columns of an expert at a time.
     activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
-    din = 80 if apart == "rows of an expert" else 16  # 80: several steps of a kernel's loop over them
+    din = 80 if apart == "rows of an expert" else 16  # 80: several steps of a kernel's loop over Din
     x, grad = torch.randn(20, din, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, din, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}

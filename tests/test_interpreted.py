@@ -1,7 +1,7 @@
 """A small set of the kernels' tests on their sources: Triton's interpreter and the host executor of tests/simt.
 
 They find what compiled PTX does not show: Python errors in a kernel with the line, and uses of tensor descriptors,
-which sm_80 lacks. They run in another process, as Triton decides once per process whether it interprets.
+which sm_80 lacks. They run in another process, as a kernel is interpreted or not from its decoration on.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def special(n: int) -> torch.Tensor:
 
 
 ROWS = {
-    "normal": torch.randn,  # in float32 nearly all differ: the tie rules agree
+    "normal": torch.randn,  # in float32 nearly all values differ: the tie rules agree
     "negative": lambda n: torch.randn(n) - 200,  # zeros read past the row would be the largest
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
     "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
@@ -100,7 +100,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # GPUs hold rows up to 32768 in registers and read longer ones again
+)  # GPUs hold aligned rows up to 32768 in registers and read longer ones again
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -214,7 +214,7 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """The start or the stride of one tensor after the other rules out accesses of 16 bytes."""
+    """One tensor at a time has a start or a stride that rules out accesses of 16 bytes."""
     x, values, grad = (torch.randn(5, 64, device=target.device) for _ in range(3))
     mask = mk.kwta_mask(x, 30, backend="reference")
     for moved in range(3):
@@ -351,7 +351,7 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_none_and_all_win_rows_of_one_sign(target, ties):
-    # In 16 bits the keys that order a row depend on the sign of its threshold. For k = 0 and k = n there is none.
+    # In 16 bits the keys that order a row depend on the sign of its threshold. k = 0 and k = n have no threshold.
     x = torch.randn(3, 33).abs()
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):

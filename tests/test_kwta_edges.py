@@ -96,7 +96,7 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [300, 20001])
 def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
-    """A NaN takes another code path and must not affect the neighbouring rows."""
+    """A row with a NaN takes another code path, and must not affect its neighbours."""
     x = torch.randn(5, n).to(dtype).to(target.device)
     x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
     for k in (1, n // 2):

@@ -26,7 +26,7 @@ def launches(case: Callable[..., None], *sizes: int) -> list[dict[str, Any]]:
 
 
 def each_kernel() -> None:
-    """Nearly all launchers, in dtypes for which they use their usual kernels."""
+    """Calls nearly all launchers, in dtypes for which they use their usual kernels."""
     from moe_kernels.backends.triton import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate
 
     tokens, k, num_experts, dim = 32, 2, 8, 64
@@ -102,7 +102,7 @@ def test_grids_of_many_experts_stay_within_their_limits():
 
 
 def iterations() -> None:
-    """Solves with few and many iterations in every form."""
+    """Sinkhorn with few and many iterations, in every form of the kernel."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):

@@ -116,7 +116,7 @@ def test_each_permutation_has_its_distance():
         search.scores[0], search.scores[1] = torch.eye(4), 0
     search.permutation(), search.permutation()
     torch.testing.assert_close(search.distance.detach(), torch.tensor([0.0, 0.75]))
-    search = LocalSearch(4, 1)  # stage one has no step, so there is no S
+    search = LocalSearch(4, 1)  # stage one has no step, so no soft permutation
     assert search.permutation() is None
     assert search.distance.isnan().all()
 

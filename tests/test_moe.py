@@ -103,7 +103,7 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
-    policy = TokenChoice(0.8, priority=priority, order=order, group=5)  # ceil(5 * 2 * 0.8 / 4) = 2 rows a group
+    policy = TokenChoice(0.8, priority=priority, order=order, group=5)  # ceil(5 * 2 * 0.8 / 4) = 2 rows an expert
     out = MoE(gate, experts, policy)(x)
     alone = [MoE(gate, experts, TokenChoice(0.8, priority=priority, order=order))(each) for each in x[:10].split(5)]
     alone.append(MoE(gate, experts, TokenChoice(2.0, priority=priority, order=order))(x[10:]))  # also 2 rows an expert
@@ -170,7 +170,7 @@ def test_priority_routing_gives_every_token_one_expert_and_even_loads():
     assert out.plan.kept.tolist() == [T // E] * E
     assert (out.plan.slot_row >= 0).all()
     layer.policy = PriorityRouting(0.6)
-    assert layer(torch.randn(T, D)).plan.kept.tolist() == [2] * E  # 0.6 T / E = 1.8, up
+    assert layer(torch.randn(T, D)).plan.kept.tolist() == [2] * E  # 0.6 T / E = 1.8, rounded up
 
 
 def test_expert_dropout_is_by_sample_and_in_training_alone():
@@ -186,7 +186,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     possible = torch.einsum("te,se,ted->tsd", gates, subsets.float(), every)
     assert ((possible - y[:, :1]).abs().amax(-1).amin(1) < 1e-5).all()
     full = (gates[..., None] * every).sum(1)
-    assert ((y[:, 0] - full).abs().amax(-1) > 1e-4).float().mean() > 0.7  # 15 of 16 subsets
+    assert ((y[:, 0] - full).abs().amax(-1) > 1e-4).float().mean() > 0.7  # 15 of 16 subsets lack an expert
     torch.testing.assert_close(layer.eval()(x).y[:, 0], full, atol=1e-5, rtol=1e-5)
     layer.expert_dropout, x = 0.1, torch.randn(1000, 1, D)  # 0.9^4 = 0.66 of the samples keep all four experts
     plain = layer(x).y
@@ -205,7 +205,7 @@ def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
 
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
-    """Dropout at rate 1 makes weighted sums and the rows that tasks share 0."""
+    """At rate 1 outputs are 0: the weighted sums of MoE, and those of MultiGateMoE from rows that tasks share."""
     experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
     layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
     assert not layer(x).y.any()
@@ -339,7 +339,7 @@ def test_experts_of_weight_zero_are_not_evaluated():
 
 @pytest.mark.parametrize("kind", ["tree", "hash"])
 def test_a_gate_behind_a_permutation(kind):
-    """A layer with a permuted gate equals a layer of tasks with one task, soft and hard."""
+    """MoE with a PermutedGate equals MultiGateMoE with one task, before and after the permutation is hardened."""
     torch.manual_seed(0)
     gate = TreeGate(D, E, entropy=0.1) if kind == "tree" else HashGate(5, E)
     experts, x, ids = ExpertLayer(E, D, H), torch.randn(T, D), torch.arange(T) % 5
@@ -365,7 +365,7 @@ def test_a_gate_behind_a_permutation(kind):
     "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]
 )
 def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
-    """On the meta device, as for a layer that exceeds the memory."""
+    """A layer on the meta device, which allocates nothing, has the shapes and FLOPs of one on the CPU."""
     layer, found = MoE(TopKGate(D, E, 2), experts, policy), []
     for device in ("cpu", "meta"):
         made, x = copy.deepcopy(layer).to(device), torch.randn(T, D, device=device, requires_grad=True)

@@ -18,7 +18,7 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
-    """Bit for bit the output of experts that are rounded to autocast's dtype, routed as without autocast."""
+    """The output has the bits of experts rounded to autocast's dtype; plan and gate weights are those without it."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()), torch.randn(T, D, requires_grad=True)
     plain = layer(x)

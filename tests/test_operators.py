@@ -160,8 +160,8 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# Gradients that can be differentiated again. Only they, swiglu_clamped and operators named _fwd (but tree_route_fwd)
-# have a derivative; inputs of all other operators are checked without gradients.
+# Gradients that can be differentiated again. Inputs of these, of swiglu_clamped and of operators named _fwd (but
+# tree_route_fwd) may require gradients; those of all other operators, which have no derivative, are detached.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

@@ -30,7 +30,7 @@ def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
 
 
 def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """The definition as a loop: by expert the kept (token, choice) in order of arrival, and the number requested."""
+    """The definition as a loop: by expert the kept (token, choice) in order of requests, and the number requested."""
     tokens = range(len(experts))
     if priority is not None:
         key = [(math.inf, 1) if math.isnan(p) else (p, 0) for p in priority]  # NaN above +inf
@@ -152,7 +152,7 @@ def test_experts_choose_by_hand(target):
     need(target, "plan_expert_choice")
     scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.8], [0.2, 0.8]], device=target.device)
     plan, weights = mk.plan_expert_choice(scores, 2, backend=target.backend)
-    assert rows_of(plan) == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]  # 1 ties with 2: the lower index wins
+    assert rows_of(plan) == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]  # tokens 1 and 2 tie for expert 0: 1 wins
     assert torch.equal(weights, torch.tensor([[0.9, 0], [0.5, 0], [0, 0.8], [0, 0.8]], device=target.device))
     assert plan.requested.tolist() == plan.kept.tolist() == [2, 2]
 
@@ -161,11 +161,11 @@ def test_priority_routing_by_hand(target):
     need(target, "plan_priority")
     scores = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]], device=target.device)
     plan, weights = mk.plan_priority(scores, 2, backend=target.backend)
-    assert rows_of(plan) == [[(1, 0), (3, 0)], [(0, 0), (2, 0)]]  # 1 and 3 rank above 2 and 0 for expert 0
+    assert rows_of(plan) == [[(1, 0), (3, 0)], [(0, 0), (2, 0)]]  # expert 0: tokens 1 and 3 rank above 0 and 2
     assert torch.equal(weights, torch.tensor([[0.4], [0.9], [0.3], [0.8]], device=target.device))
     assert plan.requested.tolist() == [4, 0]
     plan, weights = mk.plan_priority(scores, 1, backend=target.backend)
-    assert rows_of(plan) == [[(1, 0)], [(0, 0)]]  # 0.4 is the best score that expert 1 gets
+    assert rows_of(plan) == [[(1, 0)], [(0, 0)]]  # 0.4, of token 0, is the highest score for expert 1
     assert int(plan.dropped) == 2
     assert weights[2:].tolist() == [[0], [0]]
 
@@ -221,7 +221,7 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """32, 33 and 34 chunks. CUDA's scan has at most 32 warps; Triton's takes another tile above 32 chunks."""
+    """32 to 34 chunks (CUDA interpreted: 1, 2). CUDA's scan has up to 32 warps, Triton's another tile above 32."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))

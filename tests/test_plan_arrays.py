@@ -55,7 +55,7 @@ TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be
     ],
 )
 def test_indices_out_of_range_are_refused(op, name, value, words, backend):
-    # "got <least> to <greatest>", where a positive value is the greatest; the end of expert_offsets is one number.
+    # "got <least> to <greatest>": a positive value is the greatest. For expert_offsets the message has one number.
     low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
     with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
         OPS[op](holding(name, value), backend)

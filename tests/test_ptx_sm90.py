@@ -44,19 +44,19 @@ def opcodes(launches) -> set[str]:
     return found
 
 
-# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. Among them are sums of several
+# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. The sizes have sums of several
 # steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
 SIZES = {
     "few rows": ((150, 208, 144, 5), (128, 256)),  # training uses this tile also for few rows
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
-    "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, but no multiples of 16
-    "odd": ((150, 33, 70, 5), (64, 64)),  # elements one by one
+    "eights": ((150, 72, 136, 5), (64, 64)),  # copied by descriptors, but columns are no multiples of 16
+    "odd": ((150, 33, 70, 5), (64, 64)),  # no descriptors: elements are copied one by one
 }
 
 
-# float16 uses the tiles and the loop of bfloat16: one case with cp.async, one with descriptors. Rows of a size are
-# either gathered or consecutive.
+# float16 uses the tiles and the loop of bfloat16, so it has one case with gathered rows (cp.async) and one with
+# consecutive ones (descriptors). In bfloat16 the rows of a size are either gathered or consecutive.
 BF16, FP16 = SHORT
 
 
@@ -111,7 +111,7 @@ def tf32():
 
 @pytest.mark.parametrize("width", [(40, 72), (33, 70)])
 def test_tf32(width, tf32):
-    """Only the lower 13 bits of operands are dropped."""
+    """TF32 products drop only the lower 13 bits of their operands."""
     offsets = offsets_of("zipf", 150)
     x, weight, grad = torch.randn(150, width[0]), torch.randn(5, *width), torch.randn(150, width[1])
 
@@ -131,7 +131,7 @@ def test_tf32(width, tf32):
 
 
 def many_rows():
-    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # more than 96 rows an expert
+    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # about 150 rows an expert
 
 
 def some_dropped():
@@ -303,7 +303,7 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 
 def test_every_wait_and_fence_matters():
     """Deletes one instruction of ORDERS at a time; a try_wait is replaced by success."""
-    long = (350, 336, 336)  # sums of six steps (but over the 20 rows of expert 2): every buffer is used again
+    long = (350, 336, 336)  # sums of six steps, but one over the 20 rows of expert 2: every buffer is used again
     with session.recorded() as launches:
         expected = product(*long)
     missed = []
@@ -415,7 +415,7 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     given = torch.randint(-(2**31), 2**31 - 1, (128,), dtype=torch.int32)
     out = test_ptx.run(body, given, out=torch.zeros(160, dtype=torch.int32))
     assert torch.equal(out[:128], given)
-    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of each lane's address
+    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # at each lane's address
     halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
     if transposed:  # row i, column j: lane 4 j + i / 2, half i % 2
         first = halves[row // 2, matrix, row % 2], halves[4 + row // 2, matrix, row % 2]

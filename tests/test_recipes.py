@@ -383,7 +383,7 @@ def vmoe(side):
 
 
 def test_the_number_of_evaluations_changes_nothing():
-    """THOR draws random experts also in evaluation."""
+    """THOR draws random experts in evaluation too; more evaluations must not change the training."""
     found = []
     for points in ((2, 4, 6), (6,)):
         run = vmoe("thor")

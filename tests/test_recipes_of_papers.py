@@ -169,7 +169,7 @@ def test_movielens_reports_the_area_under_the_curve_of_who_watches():
 
 
 def test_the_heat_map_of_a_dense_gate_shows_its_weights():
-    """Shares of weights, as every token uses every expert and all shares of tokens would be 1."""
+    """The map shows shares of weights: every token uses every expert, so all shares of tokens would be 1."""
     run, _ = blocks_with_experts("softmax", depth=1)
     (layer,) = comparison.token_maps(run)
     run.task.model.eval()

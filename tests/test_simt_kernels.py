@@ -1,6 +1,6 @@
-"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour.
-Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values of all shapes by the tests of
-each operation."""
+"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour;
+the last tests run their PTX. Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values
+of all shapes by the tests of each operation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a part of a warp, a warp, and blocks of up to 512 threads: consecutive, apart, unaligned. The longest,
-    if unaligned, does not fit the registers of its block, which reads it several times."""
+    """Rows for a part of a warp, a warp, and blocks of 64 and 1024 threads: consecutive, or apart and unaligned. The
+    longest do not fit the registers of their block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):
@@ -46,7 +46,7 @@ def kwta() -> None:
 
 def products() -> None:
     """Tiles of 32 rows, unaligned or read by 4 bytes; of 128 rows in the gradient to x, for aligned rows and 64 or more
-    an expert; of 64 in the gradient to the weights. More steps than stages."""
+    an expert; of 64 in the gradient to the weights. Sums have more steps than the pipeline has stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -91,7 +91,7 @@ TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 
 
 
 def trees() -> None:
-    """Multiples of 1/8, so that sums of products are exact in any order; about half of the nodes are saturated."""
+    """Inputs are multiples of 1/8: sums are exact in any order. At gamma = 1 a third of the nodes is saturated."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {

@@ -51,8 +51,8 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the gradient of p and that of the scores. The latter is by the definition, which updates the matrix, with
-    64 bits of mantissa; the kernels use potentials, with 53 bits."""
+    """Scores, the gradient of p and that of the scores. The latter is by the definition, which updates the matrix,
+    in long double (64 bits of mantissa); the kernels use potentials, in float64."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -92,7 +92,7 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as in a new LocalSearch: the range is small enough to scale exp(scores / tau) at these tau."""
+    """U(-0.05, 0.05), as in a new LocalSearch. At these tau kernels can scale exp(scores / tau) without logarithms."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
         iterations = 5 if target.executed else 60
@@ -176,7 +176,7 @@ def test_forbidden_pairs(target, tau):
 
 
 def test_one_forbidden_row_among_tame_ones(target):
-    """The range of such a row is -inf - -inf, which is NaN."""
+    """The range of a forbidden row is -inf - -inf, which is NaN."""
     scores = torch.randn(2, 4, 4, device=target.device)
     scores[0, 1] = -INF
     p = mk.sinkhorn(scores, 3, backend=target.backend)
@@ -186,7 +186,7 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
-    """`below` lies on both sides of every limit between the kernels' forms; exp(2 below) may exceed float64."""
+    """Values of `below` lie on both sides of each limit between the kernels' forms; exp(2 below) may exceed float64."""
     for n in (4,) if target.executed else (4, 12, 20):
         scores = torch.randn(2, n, n)
         scores[:, :, : n // 2] -= below
@@ -259,7 +259,7 @@ def test_implicit_gradient_refuses_what_has_not_converged(target):
 
 
 def test_annealing_reaches_the_assignment(target):
-    """A fixed tau of 1e-7 reaches it for only 14 of 100 matrices of n = 8 in 150 iterations."""
+    """A fixed tau of 1e-7 reaches the assignment for only 14 of 100 matrices of n = 8 in 150 iterations."""
     pytest.importorskip("scipy", reason="scipy is not installed")
     n, iterations = (4, 30) if target.executed else (8, 60)
     scores = torch.randn(12, n, n, device=target.device)
@@ -336,8 +336,8 @@ def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance)
     """A matrix has the values and gradient of as many iterations as the definition needs to be within the tolerance."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
-    scores[2, 1] = -INF  # a forbidden row does not count
-    scores[4] = -INF  # needs no iteration: a forbidden column does not count either
+    scores[2, 1] = -INF  # a forbidden row is left out of the tolerance
+    scores[4] = -INF  # needs no iteration: a forbidden column is left out as well
     scores[4, 1:, 1:] = -math.log(n - 1)
     scores, grad = (x if wide else x.float() for x in (scores, torch.randn_like(scores)))
     counts = []
@@ -410,7 +410,7 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 def test_one_element_that_is_forbidden(target):
-    """The only 1 x 1 matrix that the form with logarithms solves; it reaches two barriers that others do not reach."""
+    """The form with logarithms solves this 1 x 1 matrix, and reaches two barriers that others do not reach."""
     scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
     p = mk.sinkhorn(scores, 2, backend=target.backend)
     (got,) = torch.autograd.grad(p.sum(), scores)
@@ -420,7 +420,7 @@ def test_one_element_that_is_forbidden(target):
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
     views = [base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)]
-    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]  # more than the lanes of two vectors
+    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]  # 35: more than two vectors have lanes
     for view, grad in (*((each, None) for each in views), (many, grads)):
         before, leaf = base.clone(), view.detach().requires_grad_()
         p = mk.sinkhorn(leaf, 3, backend=target.backend)
@@ -435,7 +435,7 @@ def test_views_are_read_in_place_and_nothing_else_is_written(target):
 
 @pytest.mark.parametrize("tau", [1e-39, 1e39])
 def test_temperatures_beyond_float32(target, tau):
-    """Neither tau nor 1 / tau is a normal float32, but S / tau is 0."""
+    """Neither tau nor 1 / tau is a normal float32, but scores / tau is 0."""
     for n in (4, 5):
         p = mk.sinkhorn(torch.zeros(2, n, n, device=target.device), 3, tau=tau, backend=target.backend)
         torch.testing.assert_close(p, torch.full_like(p, 1 / n))

@@ -25,9 +25,9 @@ def target(request):
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """Values of n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
+    """Values of n for every place of a matrix: one or several vector lanes, part of a warp, a block, memory."""
     if target.compiles:
-        return (3, 12, 40, 70)  # a tile each; another divisibility by 4 or 16 compiles six kernels again
+        return (3, 12, 40, 70)  # one n a tile; n of another divisibility by 4 or 16 compiles six kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -60,8 +60,8 @@ def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Scores, sums, and a tolerance: with `total` times the tolerance the result would differ by more than rounding.
-    The same for every target."""
+    """Scores, sums and a tolerance, equal for every target: with `total` times the tolerance the result would differ
+    by more than rounding."""
     leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
 
     def stopped(tolerance):
@@ -119,7 +119,7 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_sums_of_annealed_iterations(target, iterations):
     """The first of three iterations is at four times the last temperature: without the factor 4 its gradients would be
-    wrong. Two are at the first and the last temperature, a single one at the last."""
+    wrong. Two iterations are at the first and the last temperature, a single one at the last."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
@@ -211,7 +211,7 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may hold zeros for a matrix with a NaN. The exponentials of zeros have these sums at once. n = 64 has no
+    """Kernels may hold zeros for a matrix with a NaN. exp(0) = 1 has the prescribed sums n at once. n = 64 has no
     padding."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)

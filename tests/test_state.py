@@ -58,7 +58,7 @@ def test_meta_then_to_empty_then_reset_is_the_constructor(name):
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
             continue
-        for each in made.modules():  # as with fully_shard: every module by itself, in any order
+        for each in made.modules():  # as after fully_shard: every module resets itself
             if hasattr(each, "reset_parameters"):
                 each.reset_parameters()
         for key, value in made.state_dict().items():

@@ -172,5 +172,5 @@ def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
     rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
     assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
     found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
-    # Two of four: the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
+    # Two of four trials are drawn: the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
     assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

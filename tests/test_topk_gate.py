@@ -210,7 +210,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_at_large_logits(target, order):
-    """They are as accurate as at small ones. A saved logsumexp would not do: at 1e8 float32 rounds log 2 away."""
+    """Gradients are as accurate as at small logits. A saved logsumexp would fail: at 1e8 float32 rounds log 2 away."""
     for size in (1e3, 1e5, 1e8):
         logits = torch.tensor([[size, size, 0.0], [size, 0.5 * size, size]], device=target.device)
         grad = torch.tensor([[1.0], [1.0]], device=target.device)
@@ -221,7 +221,7 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """Not finite are the gradients to all logits of its token ("softmax_topk"), or to those of its chosen experts."""
+    """An infinite gradient makes those to all logits of the token ("softmax_topk"), or to chosen ones, not finite."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

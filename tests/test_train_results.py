@@ -117,7 +117,7 @@ def test_area_under_roc_counts_pairs():
 
 
 def test_a_picture_draws_the_task_s_loss_and_names_the_rest(monkeypatch, tmp_path):
-    """Also for a recipe with a loss as its metric: the axis shows the test loss."""
+    """If the metric of a recipe is a loss, the first axis shows the test loss."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))

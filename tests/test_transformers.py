@@ -1,4 +1,4 @@
-"""Tiny random models of transformers with our kernels: logits, loss and gradients against its eager experts."""
+"""Tiny random models of transformers: logits, loss and gradients with our kernels against those with eager experts."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: floa
 
 
 def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True, device: str = "cpu") -> dict:
-    """Arguments of a gate; at gamma = 1 about half of the nodes are saturated."""
+    """Arguments of a gate; at gamma = 1 about 40 % of the nodes are saturated."""
     shapes = {"x": (tokens, dim), "split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
     shapes |= {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)} if bias else {}
     found = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -78,7 +78,7 @@ def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
     return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
 
 
-COLUMNS = ("x", "split_weight", "leaf_weight")  # arguments whose last dimension is that of the products' sums
+COLUMNS = ("x", "split_weight", "leaf_weight")  # arguments whose last dimension the products sum over
 
 
 def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) -> dict[str, torch.Tensor]:
@@ -115,8 +115,8 @@ def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
-    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. The gate of a leaf
-    that alone counts is 1 whatever the errors of .approx instructions are."""
+    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. If one
+    leaf alone is reached, its gate is exactly 1, also with the errors of PTX's .approx instructions."""
     for experts in range(2, 18):
         split = torch.zeros(experts, 1, experts - 1)
         ids = []
@@ -142,7 +142,7 @@ def walk(node: int, experts: int) -> list[int]:
     return walk(2 * node + 1, experts) + walk(2 * node + 2, experts)
 
 
-# Pre-activations of two trees of five experts: no node saturated, and with two saturated nodes in the first.
+# Pre-activations of two trees of five experts. PLAIN has no saturated node, SATURATED has two in its first tree.
 PLAIN = [[0.1, -0.2, 0.3, 0.0], [-0.4, 0.25, 0.05, -0.1]]
 SATURATED = [[0.6, -0.2, 0.3, -0.5], [-0.4, 0.25, 0.05, -0.1]]
 LEAF = [[0.5, -1.0, 2.0, 0.0, 1.5], [1.0, 0.3, -0.7, 0.9, -0.2]]
@@ -173,11 +173,11 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # On CUDA the second (backward the last too) takes several blocks, the last one partial. Triton has a layout of
-        # its own for multiples of 16 leaves.
+        # On CUDA 9 or more tokens take several blocks, the last one partial (but for 64 leaves in backward). Triton has
+        # another layout for multiples of 16 leaves.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
-        # CUDA has kernels for powers of two: forward from 8 to 1024, backward from 32 to 512. The former also take
-        # smaller trees, with leaves left out; not 260 and 520, for which a lane would have leaves at two depths.
+        # CUDA has kernels for powers of two: forward from 8 to 1024 leaves, backward from 32 to 512. Forward also takes
+        # rows of 16 n bytes between, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.
         own = (
             (19, 4, 1, 33),
             (9, 4, 2, 32),
@@ -202,8 +202,8 @@ def test_gates_and_gradients(target, dtype, parity):
         pytest.skip(reason)
     sizes = shapes(target)
     if target.compiles:
-        # A size is two kernels to compile. All compute in float32, and 16 bits differ by loads and stores: all sizes in
-        # float32, half of them in each 16-bit dtype.
+        # Each size and dtype compiles two kernels. All compute in float32; 16-bit dtypes differ by loads and stores, so
+        # each of them runs half of the sizes.
         if parity is not None and dtype != torch.float32:
             pytest.skip("the constants of a parity mode are float32 in every dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
@@ -225,7 +225,7 @@ def test_gates_and_gradients(target, dtype, parity):
             output = name in ("gates", "leaf_probs")
             of_dtype = [reference[name] for reference in same]
             assert_near(each, of_dtype, exact[name], floor if output else 3 * floor, (size, name))
-        # A cast to float16 loses probabilities below 6e-8.
+        # A cast to float16 turns probabilities below 3e-8 into 0.
         if dtype != torch.float16:
             assert torch.equal(got["leaf_probs"] == 0, same[0]["leaf_probs"] == 0)
 
@@ -270,7 +270,7 @@ def test_gradients_are_finite_at_every_scale(target):
 
 
 def test_next_to_the_clamp_with_everything_at_stake(target):
-    """Nodes a rounding off saturation, on the path to a leaf with a dominating logit: 0 times an overflow is NaN."""
+    """Nodes one rounding from saturation lead to a leaf with a dominating logit: 0 times an overflow would be NaN."""
     edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
     for experts in (2, 4, 8):  # the probability of leaf 0: 3e-15, 7e-30, 2e-44
         split = torch.full((2, 1, experts - 1), edge, device=target.device)
@@ -280,7 +280,7 @@ def test_next_to_the_clamp_with_everything_at_stake(target):
         found = gate_and_gradients(identity(split, leaf), grads, target.backend, gamma=1.0)
         for name, each in found.items():
             assert each.isfinite().all(), (experts, name)
-        # Probabilities from the smallest normal number on count.
+        # Probabilities below the smallest normal number, 1e-38, count as 0.
         assert found["gates"][:, 0].tolist() == [1.0, 1.0] if experts < 8 else [0.0, 0.0]
 
 
@@ -354,7 +354,7 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
-    # A sum of 80 terms takes two steps; past a row's end, of x or of the weights, lies the next row.
+    # A sum of 80 terms takes two steps. A read past the end of a row of x or weights would find the next row's NaN.
     arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
     arguments["split_bias"][:, 0] = 50.0
     arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right

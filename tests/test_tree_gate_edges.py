@@ -36,11 +36,11 @@ def assert_agrees(target: Target, arguments: dict[str, torch.Tensor], parity: st
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
-    """Padding and leaves of probability 0 must not enter the largest logit; among logits near -200 a 0 would be it."""
+    """Padding and leaves of probability 0 must not enter the largest logit; among logits near -200 a 0 would win."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # kernels of test_tree_gate.py; a parity mode takes two more for each size
+    if target.compiles:  # reuses kernels of test_tree_gate.py; a parity mode compiles two more for each size
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 40), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
@@ -74,7 +74,7 @@ def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
 
 @pytest.mark.parametrize("parity", PARITIES)
 def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
-    """Its largest logit is -inf, and must not make the gates or gradients of the other tree NaN, before it or after."""
+    """The largest logit of such a tree is -inf. Gates and gradients of the other tree must not become NaN by it."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # 12: CUDA's kernel with trees in registers
@@ -95,15 +95,15 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gradients to a leaf with one of `probabilities` and a large logit; a parity mode's constant matters."""
+    """Checks gates and gradients if node 1 has one of `probabilities`, and one of two leaves below it a large logit."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    # The left-most leaves below the first two nodes are reached; the others have larger logits. CUDA has a kernel of
-    # its own for 32 leaves; another tree is another compilation for Triton.
+    # The left-most leaf below each child of nodes 0 and 1 is reached; the others have larger logits. CUDA has another
+    # kernel for 32 leaves; for Triton another tree is another compilation.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # leaf 0 has u^2 (3 - 2 u) with u = distance
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # node 1 has u^2 (3 - 2 u) with u = distance
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
@@ -133,8 +133,8 @@ def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
-    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37: multiplied
-    first by that, then by the probability, a large gradient overflows; in the other order a small one loses digits."""
+    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37. If
+    the scale is multiplied first, a large gradient overflows; if the probability is, a small one loses digits."""
     if target is REFERENCE:
         pytest.skip("autograd differentiates the definition, and that overflows")
     if depth == 5 and target.executed and target.backend == "triton":
@@ -228,7 +228,7 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """torch.mm computes them, so that torch's setting decides about TF32; no kernel of this package computes them."""
+    """torch.mm computes them, so that torch's setting decides about TF32; a fused kernel computes those in bfloat16."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(

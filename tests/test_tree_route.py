@@ -48,7 +48,7 @@ def test_route_keeps_the_likeliest_leaf(target):
         assert (found.visited >= least.visited).all()
         assert (found.visited <= size[3] - 1).all()
         _, probs = mk.tree_gate(**arguments, gamma=3.0, backend="reference")
-        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: another tree chose it before
+        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: a tree before chose the leaf
         assert torch.equal(probs.gather(-1, kept[..., None])[..., 0], probs.amax(-1))
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[:, 0]))
 
@@ -72,8 +72,8 @@ def test_route_by_hand(target):
 
 
 def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
-    """Two leaves are the most likely. One is right of the root, on the less likely side of its child: 27/32 * 5/32, as
-    three levels of nodes at 1/2 follow on the likelier side. The other is left of the root: 5/32 * 27/32."""
+    """Two leaves have the largest probability, 27/32 * 5/32. One is right of the root and left of node 2; on the right
+    of node 2 the probability is divided by 8. The other, leaf 0, is left of the root and of node 1."""
     nodes = torch.zeros(31)
     nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
     for subtree in (3, 5):

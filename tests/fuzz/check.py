@@ -6,7 +6,7 @@ larger error is judged again, with inputs that are perturbed four times: once de
 times each element moves by up to two epsilons and the smallest normal number. Then the definition's error is the
 largest with these and the original inputs, and two terms are added: EFFECT times the largest change of the output, and,
 for sums whose exact value is nearly 0, 32 epsilons (of the dtype that sums are computed in) of the largest input. In
-float64, where the truth has rounding errors as well, each of these epsilons counts as 32.
+float64, where the truth has rounding errors as well, each epsilon of the floor and of these 32 counts as 32.
 """
 
 from __future__ import annotations

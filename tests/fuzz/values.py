@@ -57,8 +57,8 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 def lay(x: Tensor, layout: str) -> Tensor:
     """x in a memory layout; "expanded" returns x[:1] repeated. Memory between the elements of x holds NaN.
 
-    For bfloat16 it holds the largest number: torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300
-    shapes).
+    For bfloat16 that memory holds the largest number: torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of
+    300 shapes).
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

@@ -28,7 +28,7 @@ class Model(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.first, self.layer = nn.Linear(D, D), layer
-        self.scale = nn.Parameter(torch.ones(1))  # with fully_shard only one rank has it
+        self.scale = nn.Parameter(torch.ones(1))  # with fully_shard one rank alone holds its element
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         h = self.first(x)

@@ -87,7 +87,7 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """Competition, for which ranks send tokens and receive norms of all experts' outputs."""
+    """In a competition ranks send tokens, and receive the norms of all experts' outputs."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
@@ -100,7 +100,7 @@ def competition() -> None:
 
 
 def norms_of_uneven_batches() -> None:
-    """Ranks with different numbers of tokens, one with none."""
+    """Ranks have different numbers of tokens, one has none."""
     mlps = experts(activation="relu")
     x = tokens()
     expected = mlps.norms(x)
@@ -175,7 +175,7 @@ def autocast() -> None:
 
 
 def uneven_batches() -> None:
-    """Ranks with different numbers of tokens, one with none; the loss is a sum."""
+    """Ranks have different numbers of tokens, one has none; the loss is a sum."""
     x, rank, ranks = tokens(), dist.get_rank(), dist.get_world_size()
     ends = [0, 0, 17, 30, T][: ranks + 1]
     layer = mlp()(None)
@@ -211,7 +211,7 @@ def frozen_experts() -> None:
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group every rank computes the loss of all ranks' tokens; its gradient is the mean over ranks."""
+    """With reduce=group each rank has the loss of all tokens, and `ranks` times its gradient, as DDP averages them."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
@@ -241,7 +241,7 @@ def balance_over_ranks() -> None:
 
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
-    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" imports torch's inductor
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch's inductor
 
 
 def compiled_around_the_exchange() -> None:

@@ -22,7 +22,7 @@ def stages():
     """
 
     def by_itself(layer, step):
-        pass  # LocalSearch hardens after 3 steps; a coin decides about each step of a competition
+        pass  # LocalSearch hardens after 3 steps; a coin decides in which steps experts compete
 
     def stable(layer, step):
         if step == 3:
