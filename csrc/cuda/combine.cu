@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// One block for each token. For up to kChoices rows each warp sums its pieces of <row, dy>; then the sums of the warps
-// are added in a fixed order.
+// One block for each token. It takes kChoices rows at a time: each warp sums its pieces of <row, dy>; then the sums of
+// the warps are added in a fixed order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_bwd_kernel(const Vector* grad,             // (T, D)

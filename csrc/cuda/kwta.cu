@@ -93,7 +93,7 @@ struct ThreadTies {
   static_assert(CHUNKS <= 32);
 
   uint32_t all = 0;           // bit c: all of this thread's ties in chunk c win
-  int partly = -1, left = 0;  // chunk in which only some ties of this warp win, and how many of this thread's (if > 0)
+  int partly = -1, left = 0;  // chunk in which only some of the warp's ties win, and how many of this thread's (or <= 0)
 
   template <class Row, class Team>
   __device__ void find(const Row& row, Team& team, uint32_t above, uint32_t tied, int needed) {

@@ -131,7 +131,7 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // registers hold elements, NaN where there is none; if false, keys, 0 where there is none
+  bool plain = true;  // after convert(): registers hold elements, NaN where there is none; if false, keys and 0
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 

@@ -34,7 +34,7 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
-// The k largest logits of a token in descending order, of equal logits the lower expert first, and a softmax.
+// A token's k largest logits in descending order, of equal logits the lower expert first; their weights by a softmax.
 cudaError_t topk_gate_fwd(int dtype,
                           const void* logits,  // (T, E), last dimension contiguous
                           int64_t stride,      // elements from token to token
@@ -92,7 +92,7 @@ cudaError_t combine_fwd(int dtype,
                         void* y,                  // (T, D) contiguous
                         int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, cudaStream_t stream);
 
-// drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 if dropped.
+// With r = slot_row_tk: drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 if dropped.
 cudaError_t combine_bwd(int dtype,
                         const void* grad,               // (T, D), last dimension contiguous
                         int64_t grad_stride,            // elements from token to token
@@ -170,7 +170,7 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
 cudaError_t grouped_gemm_sum_rows(int dtype,
                                   const void* rows,              // (R, D), last dimension contiguous
                                   int64_t rows_stride,           // elements from row to row
-                                  const int32_t* by_token,       // (R): rows without a token, then of token 0, 1, ...
+                                  const int32_t* by_token,       // (R) row numbers: of rows without a token, of token 0, 1, ..
                                   const int32_t* token_offsets,  // (T + 1) into by_token
                                   void* out,                     // (T, D) contiguous
                                   int64_t tokens, int64_t dim, cudaStream_t stream);

@@ -5,9 +5,9 @@
 //   needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
 // * logarithmic: potentials in units of scores, in double, with exp of differences in every step. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. The scaled kernel runs
-// first and sets a flag for each matrix, 1 if the matrix needs the logarithmic form. The logarithmic kernel returns at
-// once for matrices with flag 0. Above n = 64 one forward kernel has both forms, and backward is logarithmic.
+// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau
+// changes or sums are prescribed, the scaled kernel runs first and sets a flag for each matrix that needs the
+// logarithmic form. The logarithmic kernel returns at once for the other matrices. Above n = 64 one forward kernel has both forms, and backward is logarithmic.
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
@@ -169,7 +169,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // For small matrices u is computed again: saving u as well as v would double the bytes of the history.
+    // For small matrices u is computed again: saving it too would double the bytes that are moved.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {

@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// The scaled form needs rows of scores / tau with a smaller range (maximum - minimum). Scaling vectors are at most
+// In the scaled form, rows of scores / tau have a range (maximum - minimum) below this limit. Scaling vectors are at most
 // exp(range), so they and their products are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
@@ -139,7 +139,7 @@ class Team {
     }
   }
 
-  // along_row combines the values of a row, along_columns those of each column. All its threads get the same bits.
+  // along_row combines the values of a row, along_columns those of each column. All threads of a row or column get the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll

@@ -129,8 +129,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of equal ranks the lowest lane's is taken. A list without its head is in shared memory: to remove
-// the head increments a pointer. In registers every element would move.
+// For 32-bit logits. Of equal ranks the lowest lane's is taken. All but the head of a list is in shared memory, so that
+// removing the head increments a pointer. In registers every element would move.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -277,9 +277,9 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice. This
-  // difference of logits has one rounding, however large they are.
-  const bool dense = logits != nullptr;  // then k > 0: the library answers k = 0
+  // The probability of expert e is w_0 exp(z_e - z_0), with the logit z_0 and the weight w_0 of the first choice. The
+  // difference is rounded once, however large the logits are.
+  const bool dense = logits != nullptr;  // then k > 0: the library launches nothing for k = 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {

@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// A leaf of probability v has the weight v + epsilon, or 0 if v < least, beside exp(logit) in the softmax.
+// A leaf's term in the softmax is weight * exp(logit), with weight v + epsilon for probability v, or 0 if v < least.
 struct Weighing {
   float epsilon, least;
 

@@ -27,7 +27,7 @@ from moe_kernels.backends import _gpu
 NAMES = ("reference", "cpu", "triton", "cuda")
 
 # Automatic order by device type. cuda and triton have not been timed against each other on a GPU yet. Until then cuda
-# comes first: tests/simt runs its kernels on the host and shows races, which Triton's interpreter cannot.
+# comes first: its sources also run under sanitizers (tests/simt).
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
 # Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy; Triton uses it, while

@@ -281,7 +281,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
         async_wait<kStages - 2>();
         __syncthreads();
       }
-      // In the last turn this loads fragments that are not used, which is cheaper than a branch.
+      // The last step of the last turn loads fragments that are not used, which is cheaper than a branch.
       fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
       if (step == 0) copy(turn + kStages - 1);
       fragments[step % 2].multiply(sums);

@@ -10,7 +10,7 @@
 
 namespace moe {
 
-// With fewer rows per expert than this on average, tiles have 32 rows: a tile takes as long with fewer rows in use.
+// With fewer rows per expert than this on average, tiles have 32 rows: unused rows of a tile take time too.
 constexpr int64_t kFewRows = 64;
 
 template <class T>
@@ -32,7 +32,7 @@ struct GroupedGemm {
 struct TileRows {
   int expert;
   int64_t first;
-  int count;  // may be negative: the tile is empty
+  int count;  // 0 or negative if the tile is empty
 };
 
 // The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows. A

@@ -1,4 +1,4 @@
-// Functions that are one instruction of the special function unit. CUDA's own functions take 8 or more instructions:
+// Functions of float32 that are an instruction of the special function unit. CUDA's own functions take 8 or more instructions:
 // they also handle subnormal numbers and round the last digit.
 #pragma once
 
