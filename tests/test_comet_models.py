@@ -155,6 +155,8 @@ def test_at_p_one_nothing_is_routed():
     for net, x, shape in networks(1.0):
         assert net(x).shape == shape
         assert all(mask.all() for mask in ffn_masks(net.eval(), x))
+    mask = CometFFN(8, 32, p=1.0).mask(torch.randn(2, 8), torch.ones(2, 1, dtype=torch.int32))
+    assert mask.sum(1).tolist() == [1, 1]  # given bits count, as in forward
 
 
 def test_patches_are_squares_of_the_image():

@@ -258,9 +258,11 @@ class CometFFN(nn.Module):
 
     def mask(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
         """bool (..., H): the active neurons of `forward`."""
+        if bits is not None:
+            return unpack_bits(bits, self.hidden.out_features)
         if self.dense:
             return x.new_ones((*x.shape[:-1], self.hidden.out_features), dtype=torch.bool)
-        return self.router.masks(x)[0] if bits is None else unpack_bits(bits, self.hidden.out_features)
+        return self.router.masks(x)[0]
 
 
 class CometMLP(nn.Module):
