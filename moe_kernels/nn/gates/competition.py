@@ -43,7 +43,9 @@ class CompetitionGate(Gate):
     competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass; it is in the
-    state dict. Source: paper 004, eqs. 3 to 5, section 3.3.
+    state dict. With a `coin`, a repeated forward uses the last draw, so each backward must precede the next forward.
+
+    Source: paper 004, eqs. 3 to 5, section 3.3.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32)
