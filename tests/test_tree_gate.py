@@ -179,16 +179,8 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
         # CUDA has kernels for powers of two: forward from 8 to 1024 leaves, backward from 32 to 512. Forward also takes
         # rows of 16 n bytes between, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
-        between = (
-            (2, 4, 1, 8),
-            (5, 4, 1, 12),
-            (3, 4, 2, 136),
-            (2, 4, 1, 260),
-            (2, 4, 1, 264),
-            (2, 4, 1, 520),
-            (2, 4, 2, 528),
-        )
-        return few + (own + between if target.backend == "cuda" else ())
+        between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
+        return (*few, *own, (2, 4, 1, 8), *between) if target.backend == "cuda" else few
     small = [(9, 12, 1 + experts % 3, experts) for experts in range(2, 18)]
     return (*small, (0, 4, 2, 3), (1, 1, 1, 2), (40, 32, 2, 64), (37, 16, 8, 31), (20, 24, 4, 256), (3, 64, 1, 1000))
 
