@@ -66,7 +66,7 @@ def assert_near(got, same_dtype, exact, floor: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ROWS)
 def test_choices_weights_and_gradients(target, kind, dtype, order):
-    floor = 8 * torch.finfo(dtype).eps
+    floor = (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps
     if target.compiles and (dtype, order) in zip(DTYPES[1:], ORDERS, strict=True):
         pytest.skip("the gate computes in float32: each 16-bit dtype has one order, float32 has both")
     for tokens, num_experts in sizes(target):
