@@ -36,9 +36,7 @@ _KERNELS = {
 
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
 # new operation changes it, but not the kernels.
-_INCLUDED = re.compile(
-    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.((?:triton\.|native\.)?\w+) import', re.MULTILINE
-)
+_INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
 
 
 def operations(root: Path = ROOT) -> list[str]:
@@ -74,10 +72,10 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
         found.add(path)
         if path.parent == native:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
-        for header, module in _INCLUDED.findall(path.read_text()):
-            if module:
-                places = [root / "moe_kernels/backends" / f"{module.replace('.', '/')}.py"]
-            else:
+        for header, module, names in _INCLUDED.findall(path.read_text()):
+            folder = root / f"moe_kernels/backends{module.replace('.', '/')}"
+            places = [folder.with_suffix(".py"), *(folder / f"{name}.py" for name in re.findall(r"\w+", names))]
+            if header:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
     return sorted(found)

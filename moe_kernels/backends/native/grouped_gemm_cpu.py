@@ -5,7 +5,6 @@ After torch's products C++ adds the bias and applies the activation; but torch a
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise, repeat
 from types import ModuleType
 from typing import Any
@@ -226,7 +225,6 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
     return out
 
 
-@cache
 def _in_tiles(dtype: torch.dtype) -> bool:
     """Whether the processor multiplies tiles of this dtype, and so torch.mm."""
     return dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
