@@ -1,5 +1,5 @@
-// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows is
-// the same kernel on transposed weights.
+// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to x is
+// a grouped GEMM with transposed weights.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -7,7 +7,7 @@
 namespace moe {
 namespace {
 
-// Writes out = act(x W + b), and pre = x W + b if it is not null.
+// Writes out = act(x W + b), and pre = x W + b if `pre` is not null.
 template <class T>
 struct Activate {
   Bias<T> bias;
