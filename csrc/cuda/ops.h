@@ -1,6 +1,6 @@
-// Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`, without allocating memory or waiting
-// for the device. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch.
-// The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`, and neither allocates memory nor
+// waits for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the
+// launch. The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 //
 // `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices or trees of a token, E
 // experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token or
@@ -28,8 +28,9 @@ cudaError_t kwta_fwd(int dtype,
                      int32_t* bits,  // (rows, ceil(n / 32)): bit i of word w is 1 if element 32 w + i wins; or nullptr
                      uint8_t* mask,  // (rows, n): 1 for winners, else 0; or nullptr
                      int64_t rows, int64_t n, int64_t k,
-                     int ties,  // of elements equal to the k-th largest, if they are too many, win: 0 the first, 1 none, 2 all
-                     float z,   // standard normal quantile of 1 - (k - 0.5) / n, for the first guess of the threshold
+                     // Which elements equal to the k-th largest win, if there are too many: 0 the first, 1 none, 2 all.
+                     int ties,
+                     float z,  // standard normal quantile of 1 - (k - 0.5) / n, for the first guess of the threshold
                      cudaStream_t stream);
 
 // dx = grad where the bit is 1, else +0, also where grad is NaN or infinite.
@@ -122,7 +123,7 @@ cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // for each matrix 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
+                         void* scratch,  // (B): 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
@@ -135,7 +136,7 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // for each matrix float64 (iterations, 2, n), then (n, n) if n > 64, else 8 bytes
+                         void* scratch,  // (B): float64 (iterations, 2, n), then (n, n) if n > 64, else 8 bytes
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums
