@@ -208,8 +208,7 @@ cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num
                 static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
 }
 
-// Calls with(LEAVES, LANES) if LANES lanes can keep a tree in registers, LEAVES leaves each; else without(). LEAVES is
-// 32 bytes of leaves, except for 8 experts and for the largest trees.
+// Calls with(LEAVES, LANES) if LANES lanes can keep a tree in registers, LEAVES leaves each; else without().
 template <class T, class With, class Without>
 cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   constexpr std::integral_constant<int, 32 / sizeof(T)> leaves;

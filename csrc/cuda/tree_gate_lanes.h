@@ -37,7 +37,7 @@ struct Branch {
   int root;       // node of the tree that is the subtree's root
   int first;      // expert of the first leaf
   bool shallow;   // only every second leaf has an expert
-  float sign[kAbove + 1];  // for each ancestor of `root`, from its parent up: -1 if the path to `root` goes right, else 1
+  float sign[kAbove + 1];  // for each ancestor of `root`, from the parent up: -1 if `root` is to its right, else 1
 
   __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
     const int deep = 2 * num_experts - kFull;
