@@ -9,16 +9,14 @@
 namespace moe {
 namespace {
 
-// kBatch: rows that a thread loads at the same time. kChoices: choices of a token that the backward kernel handles at
-// the same time, with their partial sums in shared memory.
+// kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles at the same time.
 constexpr int kBatch = 4, kChoices = 32;
 
 // Blocks per SM. A thread then has 48 registers, enough for kBatch rows. Without this bound the compiler uses fewer
 // registers and loads one row after the other.
 constexpr int kBlocks = 5;
 
-// Piece `v` and the weight of kBatch rows of a token. A dropped choice, and a choice past `count`, has row -1, a piece
-// of zeros and weight 0. The piece is also zeros if `inside` is false.
+// Piece `v` and the weight of kBatch rows. For a dropped choice or a choice past `count`: row -1, zeros and weight 0.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];
@@ -171,7 +169,6 @@ cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
                 static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
 }
 
-// Launches with pieces of 16 bytes if `vectorized`, else of one element.
 template <class Call>
 cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStream_t stream) {
   switch (dtype) {

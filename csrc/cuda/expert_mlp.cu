@@ -12,7 +12,7 @@ namespace {
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D), or (R, D) without row_token: dy
-  int64_t grad_stride;       // elements from token to token
+  int64_t grad_stride;
   const int32_t* row_token;  // (R), or nullptr
   Bias<T> b_out;             // (E, D)
   int64_t dim;

@@ -1,5 +1,4 @@
-// Squared norms of the rows of x W + b, as partial sums over tiles of columns. The epilogue of a grouped GEMM sums the
-// squares; x W + b is not stored.
+// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM sums squares, and stores only partial sums.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 

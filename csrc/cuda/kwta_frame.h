@@ -8,7 +8,6 @@
 namespace moe {
 namespace {
 
-// EDGES: whether rows may have edges.
 template <class Bits, bool EDGES>
 struct Frame {
   static constexpr int kVector = 16 / sizeof(Bits), kPerWord = 4 / sizeof(Bits), kWords = 4;

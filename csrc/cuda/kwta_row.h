@@ -13,8 +13,8 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. Functions are called by all lanes of
-// a warp together.
+// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp make the same
+// calls.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -39,7 +39,6 @@ struct Team {
     return kShared ? flags >> (threadIdx.x % kWarpSize - lane) & ((1u << kLanes % kWarpSize) - 1) : flags;
   }
 
-  // The sum over the lanes of this warp that hold the row.
   template <class T>
   __device__ static T lane_sum(T value) {
     if constexpr (kShared) {
@@ -51,7 +50,6 @@ struct Team {
     }
   }
 
-  // A barrier for the threads of the row, also for shared memory.
   __device__ static void sync() {
     if constexpr (kBlock) __syncthreads();
     else __syncwarp();
@@ -206,8 +204,8 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads this thread's elements. Returns sums of a sample of them and of its squares; the first sum is NaN if the
-  // elements are not plain.
+  // Reads this thread's elements. Returns sums of a sample and of its squares; the first is NaN if the row is not
+  // plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
@@ -329,8 +327,7 @@ struct Row {
     }
   }
 
-  // Number of elements of a chunk that reach `tied` but not `above`, the threshold of the next key: those that equal
-  // `tied` in a plain row.
+  // Number of elements of a chunk that reach `tied` but not `above`, the threshold of the next key.
   __device__ int count_ties(const uint32_t (&words)[kWords], uint32_t above, uint32_t tied) const {
     if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;

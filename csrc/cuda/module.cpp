@@ -1,5 +1,4 @@
-// The Python module moe_kernels._cuda: the CUDA launchers, the versions of the CUDA runtime and driver, and the
-// compiled architectures.
+// The Python module moe_kernels._cuda: launchers, versions of CUDA's runtime and driver, and compiled architectures.
 
 #include <cuda_runtime_api.h>
 
@@ -13,7 +12,6 @@ namespace py = pybind11;
 
 namespace {
 
-// Binds a launcher. If the launcher returns an error, the Python function raises RuntimeError.
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
     const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);

@@ -1,6 +1,6 @@
-// Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`, and neither allocates memory nor
-// waits for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the
-// launch. The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`; it neither allocates memory nor waits
+// for them. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch. The
+// Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 //
 // `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices or trees of a token, E
 // experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token or
@@ -17,8 +17,7 @@
 
 namespace moe {
 
-// k-winner-take-all: y = values for the winners, the k largest elements of each row of x, else +0. NaN is larger than
-// +inf.
+// k-winner-take-all: y = values for the k largest elements of each row of x, else +0. NaN is larger than +inf.
 cudaError_t kwta_fwd(int dtype,
                      const void* x,  // (rows, n), last dimension contiguous
                      int64_t x_stride,
@@ -214,8 +213,7 @@ cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or floa
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
-// partial_ir = sum of squares of rows_r W_e + b_e over columns 128 i to 128 i + 127, for the expert e of row r; 0 from
-// row expert_offsets[E] on.
+// partial_ir = sum of squares of rows_r W_e + b_e over columns 128 i to 128 i + 127; 0 from row expert_offsets[E] on.
 cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                const void* rows,     // (R, Din), last dimension contiguous
                                int64_t rows_stride,
@@ -262,8 +260,8 @@ cudaError_t tree_route_fwd(int dtype,
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): number of inner nodes whose weights were read
-                           // (T, K): 1 if an inner node at least as likely as the leaf has two branches of probability
-                           // > 0
+                           // (T, K): 1 if both branches of an inner node that is at least as likely as the leaf are
+                           // possible
                            uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

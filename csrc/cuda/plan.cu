@@ -49,7 +49,6 @@ struct Requests {
   }
 };
 
-// The experts that this block counts.
 struct Window {
   uint32_t first, width;
 
@@ -99,8 +98,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
 }
 
-// Replaces each count by the sum of the expert's counts over earlier chunks, and writes `requested`. A lane takes one
-// expert, a warp consecutive chunks.
+// A lane takes one expert, a warp consecutive chunks.
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)

@@ -1,9 +1,9 @@
 // Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
 // matrix stays in the registers of a thread, of lanes of a warp or of a block. A larger one is read from memory in
 // every iteration (sinkhorn_streamed.h). There are two forms:
-// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Cheaper, but
-//   needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
-// * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
+// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). It takes less
+//   time, but needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
+// * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. It is always possible.
 //
 // Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau changes or
 // sums are prescribed, the scaled kernel runs first, and sets a flag for each matrix that needs the logarithmic form.
@@ -12,10 +12,10 @@
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward, for A, B, df and dg of ops/sinkhorn.py: rows of A and columns of B sum to one, so sum |dg| never grows from an
-//   iteration to the one before. The t iterations that remain add entries of A and B, each at most 1, times numbers whose
-//   sizes sum to at most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 sum |P * dP|, which leaves out less than
-//   6e-14 of sum |P * dP|.
+// * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows on the
+//   way back. The t iterations that remain add entries of A and B, each at most 1, times numbers whose sizes sum to at
+//   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 sum |P * dP|, which leaves out less than 6e-14 of
+//   sum |P * dP|.
 // The scaled backward is in double; backends/triton/_sinkhorn_scaled.py gives the errors of float.
 #include "moe/launch.cuh"
 #include "ops.h"
@@ -148,9 +148,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. An iteration computes u from w, the v of the
-  // iteration before, and then v. Back through it: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0,
-  // dg = -w (k^T x).
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. Back through an iteration that computed u from
+  // the previous v (w), then v: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
@@ -319,7 +318,6 @@ using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
 using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, whose matrices of doubles need more registers
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
-// The flags; `last` is null if no matrix can have the scaled form.
 Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
   const bool scaled = sums.rows == nullptr && cooling.constant();
   return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};

@@ -10,7 +10,7 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // largest n; 99 KB of shared memory, the least of all sm_80 and later, suffice
+constexpr int kLargest = 1024;       // largest n; needs at most 99 KB of shared memory (sm_86)
 constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
@@ -51,8 +51,7 @@ class Streamed {
     for_columns([&](int j) { mine[j] = value; });
   }
 
-  // Calls each(j, total) with the partial values of column j combined over the warps, and sets partial values to
-  // `next`.
+  // Calls each(j, total) with the warps' partial values of column j combined, and sets all partial values to `next`.
   template <class T, class Combine, class Each>
   __device__ void collect(T* partials, Combine combine, T next, Each each) const {
     __syncthreads();
@@ -158,8 +157,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether the sum of one of this thread's columns of exp(scores / tau) has an error above the tolerance. Columns of
-  // -inf alone do not count.
+  // Whether a sum of this thread's columns of exp(scores / tau) is off by more than the tolerance; not for columns of
+  // -inf.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -175,8 +174,7 @@ class Streamed {
   int64_t start_;
 };
 
-// The scaled form. k (n, n) is in global memory. An element of k is read only by the thread that wrote it, so that k
-// needs no barrier and may be the memory of p.
+// The scaled form. k (n, n) is in global memory; each element is read only by the thread that wrote it.
 __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
   float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
   float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
@@ -241,7 +239,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_bwd_kernel(Matrices grad,     // (B, n, n)
                                  Matrices scores,   // (B, n, n)
                                  void* dscores,     // (B, n, n)
-                                 double* scratch,   // (B, stride): column anchors and logs (iterations, 2, n), dS (n, n)
+                                 double* scratch,   // (B, stride): anchor and logs (iterations, 2, n), dS (n, n)
                                  int64_t stride, Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
   const Streamed s(shared, scores, sums, n);

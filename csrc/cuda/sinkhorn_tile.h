@@ -64,13 +64,11 @@ struct Matrices {
   int64_t stride_batch, stride_row;
   int dtype;
 
-  // Whether rows can be read as float4.
   bool in_vectors(int64_t n) const {
     return dtype == float32 && n % 4 == 0 && stride_batch % 4 == 0 && stride_row % 4 == 0 && is_aligned(data, 16);
   }
 };
 
-// Prescribed sums of rows and columns, their tolerance and their gradients.
 struct Sums {
   const double *rows, *columns;  // (B, n); null: all one, without tolerance and gradients
   double tolerance;              // negative: none
@@ -141,8 +139,7 @@ class Team {
     }
   }
 
-  // along_row combines the values of a row, along_columns those of each column. All threads of a row or column get the
-  // same bits.
+  // All threads of a row (along_row) or column (along_columns) get the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -235,8 +232,7 @@ class Team {
     }
   }
 
-  // The form for this matrix: broken if a score is NaN or +inf, else scaled if tau is constant and every row of S / tau
-  // has a range below `limit`.
+  // Scaled if tau is constant and every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
@@ -265,8 +261,8 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau), in T. The exponents are computed in double, and rounded
-// once for float. Padding has k = 0, u = 0, and, after the first iteration, v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double, then rounded to T.
+// Padding has k = 0, u = 0, and, after the first iteration, v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
@@ -411,8 +407,7 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest error of the sum of one of this thread's columns of exp(scores / tau). Columns of -inf alone do not
-  // count.
+  // Largest error of the sums of this thread's columns of exp(scores / tau). Columns of -inf alone do not count.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

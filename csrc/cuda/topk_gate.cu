@@ -16,8 +16,7 @@ namespace {
 
 constexpr int kTokens = 4;  // tokens of a block, a warp for each
 
-// A rank is an integer in the order of the logits. -0 and +0 have the same rank. All NaNs have the same rank, above all
-// others.
+// A rank is an integer in the order of the logits. -0 and +0 have the same rank, all NaNs the same highest rank.
 template <class T>
 struct Logit {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -202,12 +201,11 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane: 12 blocks (48 warps) per SM. For 64 warps a thread would have 32 registers, and ptxas would
-// spill.
+// With 8 logits a lane: 12 blocks (48 warps) per SM. With 64 warps (32 registers a thread) ptxas would spill.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
-                     int64_t stride,                         // elements from token to token
+                     int64_t stride,
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first, bool vectorized) {
@@ -268,7 +266,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                          const float* weights,    // (T, K)
                          const int32_t* experts,  // (T, K)
                          const T* logits,         // (T, E), or nullptr: softmax of the chosen logits only
-                         int64_t stride,          // elements from token to token
+                         int64_t stride,
                          T* dlogits,              // (T, E)
                          int64_t tokens, int num_experts, int k) {
   const int lane = threadIdx.x % kWarpSize;

@@ -1,7 +1,6 @@
-// The tree gate after its matrix products. The kernels of tree_gate_lanes.h (forward) and tree_gate_warp.h (backward)
-// keep trees of some sizes in registers (by_lanes, by_leaves). The kernels of this file run for all other calls. They
-// keep one tree at a time in shared memory, and up to 32 lanes take a token. They compute the nodes' probabilities
-// level by level from the root. Backward also sums gradients level by level from the leaves to the root.
+// The tree gate after its matrix products. The kernels of this file keep one tree at a time in shared memory and go
+// through it level by level; up to 32 lanes take a token. Trees of some sizes (by_lanes, by_leaves) are kept in
+// registers instead, by the kernels of tree_gate_lanes.h (forward) and tree_gate_warp.h (backward).
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -26,7 +25,6 @@ constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memor
 // Floats of a token in shared memory: an even number, so that `children` are aligned in every heap.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
-// The heap's entries 2m and 2m + 1.
 __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2*>(heap)[m]; }
 
 // The lanes that share a token: `count` neighbours in a warp.
@@ -51,8 +49,7 @@ __device__ void reach(float* heap,            // (2E)
     const Split split(widen(split_logits[m - 1]), step);
     children(heap, m) = {reached * split.left(), reached * split.right()};
   };
-  // Levels of fewer than 32 nodes: first the branch probabilities of all these levels, then the products level by
-  // level.
+  // Levels of fewer than 32 nodes: first all their branch probabilities, then the products, level by level.
   const int top = min(kWarpSize, tree.num_experts);
   lanes.share(1, top, [&](int m) { descend(m, 1.0f); });
   for (int first = 4; first < 2 * top; first *= 2) {
@@ -105,8 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   lanes.share(0, in_range ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
-// Over the added leaves: the largest logit, total = sum of weight * exp(logit - highest), and dot = sum of weight *
-// exp(logit - highest) * grad.
+// Of the added leaves: largest logit, sum of the terms weight * exp(logit - highest), and sum of the terms times grad.
 struct Softmax {
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
 
@@ -195,7 +191,6 @@ dim3 blocks_of(int64_t tokens, int64_t of_block) {
 
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
-// Launches a kernel of this file, with room(vectors, num_experts) floats of shared memory for each token.
 template <class Kernel, class... Arguments>
 cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_trees, int64_t num_experts,
                         const SmoothStep& step, const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
@@ -221,7 +216,7 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // For the sizes that are not divisible by 8 or 16, a lane would have both deep and shallow leaves.
+  // For the other sizes a lane would have both deep and shallow leaves.
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();

@@ -1,11 +1,10 @@
-// The forward pass of the tree gate for trees of 8 to 1024 leaves (sizes: by_lanes in tree_gate.cu). LANES lanes take a
-// token, so a warp has 32 / LANES tokens. A lane keeps in registers the subtree of LEAVES neighbouring leaves whose
-// root is node LANES + lane. Each lane also computes all branches on the path from the tree's root to its subtree,
-// without shuffles.
+// The forward pass of the tree gate for trees of 8 to 1024 leaves (by_lanes in tree_gate.cu). LANES lanes take a token.
+// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane. The lane also
+// computes all branches on the path from the tree's root to this subtree, without shuffles.
 //
-// The kernel computes a full tree. If E is not a power of two, each leaf of the higher level (shallow) becomes a node
-// that always goes left: its left child is the leaf, its right child has probability 0 and no expert. The leaves of a
-// lane are all deep or all shallow, since LEAVES divides 2E.
+// If E is not a power of two, a leaf of the upper level (shallow) becomes a node that always goes left, to the leaf of
+// the expert. The right child has probability 0 and no expert. The leaves of a lane are all deep or all shallow, since
+// LEAVES divides 2E.
 #pragma once
 
 #include <cfloat>
@@ -75,15 +74,13 @@ struct Branch {
   }
 
  private:
-  // Index of node m of the subtree in split_logits.
   __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : m < 16 ? 8 : 16;  // the first node of m's level
     return root * level + m - level - 1;
   }
 };
 
-// Reads and writes the elements of a lane's experts. For a leaf without an expert, `read` returns 0 and `write` does
-// nothing.
+// Reads and writes the elements of a lane's experts. Leaves without an expert are read as 0 and not written.
 template <class T, int LEAVES>
 struct LeafRow {
   using Half = Neighbours<T, LEAVES / 2>;

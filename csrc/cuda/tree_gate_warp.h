@@ -13,8 +13,8 @@
 namespace moe {
 namespace {
 
-// The term of a leaf in the softmax is weight * exp(logit). The weight is v + epsilon for the probability v, or 0 if
-// v < least.
+// The term of a leaf in the softmax is weight * exp(logit), with weight v + epsilon for probability v, or 0 if v <
+// least.
 struct Weighing {
   float epsilon, least;
 
@@ -92,7 +92,6 @@ struct Subtree {
 
   __device__ Subtree(const SmoothStep& step, int lane) : step(step), lane(lane) {}
 
-  // Index of node m of the subtree in split_logits.
   __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
     return (32 + lane) * level + m - level - 1;
@@ -104,7 +103,6 @@ struct Subtree {
     for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
   }
 
-  // Computes `prob`.
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
@@ -170,8 +168,8 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // Over this lane's leaves: total = sum of weight * exp(logit - highest), dot = sum of weight * exp(logit - highest) *
-  // grad.
+  // Sums over this lane's leaves: of the terms weight * exp(logit - highest) (total), and of the terms times grad
+  // (dot).
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {

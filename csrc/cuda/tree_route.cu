@@ -1,6 +1,6 @@
 // Finds the likeliest leaf of each tree. A warp takes one tree of a token, and goes from each node to the likelier
-// child. The other child is pushed onto a stack if its probability is above 0. It is visited later if it is then at
-// least as likely as the best leaf. Only the weights of visited nodes and of the leaf that is found are read.
+// child. The other child is pushed onto a stack if its probability is above 0. A node from the stack is visited only if
+// it is at least as likely as the best leaf so far. Only the weights of visited nodes and of the best leaf are read.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -18,7 +18,6 @@ constexpr int kWarps = 8;         // of a block
 constexpr int kBlocks = 2;        // per SM: for more the compiler would spill
 constexpr int kMostTrees = 1024;  // a block then has one token, which takes 8 KB of shared memory
 
-// The inner products of one token with rows of a weight, plus biases.
 template <class T, class Vector>
 struct Products {
   const Vector* x;       // (P)
@@ -43,7 +42,6 @@ struct Products {
   }
 };
 
-// A node and the probability of reaching it.
 struct Candidate {
   int node;
   float prob;
@@ -100,8 +98,7 @@ struct Descent {
   }
 };
 
-// A softmax over the trees' leaf logits. If several trees chose the same expert, the first one gets the sum of their
-// weights, the others get weight 0 and expert -1.
+// A softmax over the trees' leaf logits. The first of several trees with the same expert gets the sum of their weights.
 __device__ void merge_trees(const float* logits,    // (K)
                       const int32_t* chosen,  // (K)
                       float* weights,         // (K)
