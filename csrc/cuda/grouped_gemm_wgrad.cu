@@ -1,6 +1,6 @@
 // The gradients of grouped GEMM to weights and bias. For each expert: x^T grad, and the weighted sum of the rows of
 // grad, over the expert's rows. Rows of x and grad may be gathered. One launch computes both gradients. The first
-// blocks compute that to the bias: they wait for memory while other blocks multiply.
+// blocks compute the gradient to the bias: these blocks wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"

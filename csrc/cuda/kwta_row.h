@@ -13,8 +13,7 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp make the same
-// calls.
+// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. Calls must not diverge in a warp.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -204,8 +203,7 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads this thread's elements. Returns sums of a sample and of its squares; the first is NaN if the row is not
-  // plain.
+  // Reads this thread's elements. Returns sums of a sample and of its squares; the first is NaN if they are not plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;

@@ -260,8 +260,7 @@ cudaError_t tree_route_fwd(int dtype,
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): number of inner nodes whose weights were read
-                           // (T, K): 1 if both branches of an inner node that is at least as likely as the leaf are
-                           // possible
+                           // (T, K): 1 if an inner node at least as likely as the leaf has two possible branches
                            uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

@@ -157,8 +157,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a sum of this thread's columns of exp(scores / tau) is off by more than the tolerance; not for columns of
-  // -inf.
+  // Whether the sum of a column of exp(scores / tau), among this thread's columns, is off by more than the tolerance.
+  // Columns of -inf alone do not count.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {

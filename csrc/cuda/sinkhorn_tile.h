@@ -1,5 +1,5 @@
-// A matrix in the registers of a team of threads, a tile in each thread; reductions along its rows and columns; and the
-// two forms of Sinkhorn's iteration on it (sinkhorn.cu), Scaled and Potentials. `scores` or S is the input.
+// Team keeps a matrix in the registers of its threads, a tile in each, and reduces along rows and columns. Scaled and
+// Potentials are the two forms of Sinkhorn's iteration (sinkhorn.cu) on such a matrix of scores S.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 // In the scaled form, rows of scores / tau have a range (maximum - minimum) below this limit, so that k and the scaling
 // vectors (at most exp(range)) are normal numbers of the type.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
-constexpr double kNegligible = 0x1p-45;  // at which the scaled backward pass stops (sinkhorn.cu)
+constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 

@@ -216,7 +216,7 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // For the other sizes a lane would have both deep and shallow leaves.
+  // Without these conditions on E, a lane could have both deep and shallow leaves.
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();

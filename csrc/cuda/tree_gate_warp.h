@@ -1,6 +1,6 @@
 // The backward pass of the tree gate for trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds
-// the subtree of LEAVES leaves whose root is node 32 + lane, and (but for lane 0) node `lane`, one of the 31 nodes
-// above the subtrees. Shuffles exchange probabilities from parent to child and sums from child to parent.
+// the subtree of LEAVES leaves whose root is node 32 + lane. Lanes 1 to 31 also hold node `lane`, above the subtrees.
+// Shuffles exchange probabilities from parent to child and sums from child to parent.
 #pragma once
 
 #include <cfloat>
@@ -13,8 +13,7 @@
 namespace moe {
 namespace {
 
-// The term of a leaf in the softmax is weight * exp(logit), with weight v + epsilon for probability v, or 0 if v <
-// least.
+// A leaf's term in the softmax is weight * exp(logit), with weight v + epsilon for probability v, or 0 if v < least.
 struct Weighing {
   float epsilon, least;
 
@@ -168,8 +167,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // Sums over this lane's leaves: of the terms weight * exp(logit - highest) (total), and of the terms times grad
-  // (dot).
+  // Of this lane's leaves: sum of the terms weight * exp(logit - highest), and sum of the terms times grad (dot).
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {
