@@ -302,8 +302,7 @@ constexpr int kMaxThreads = kLongest / kMostElements<T>;
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES lanes hold a row, ELEMENTS elements each. Launched with as few lanes as suffice, because a pass has a fixed
-// cost for each lane.
+// LANES lanes hold a row, ELEMENTS elements each: as few lanes as suffice, since a pass has a fixed cost in each lane.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;

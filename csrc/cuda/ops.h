@@ -1,6 +1,6 @@
 // Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`; it neither allocates memory nor waits
-// for them. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch. The
-// Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch.
+// The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 //
 // `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices or trees of a token, E
 // experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token or

@@ -108,7 +108,7 @@ class Team {
  public:
   static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that exchange through shared memory
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that use shared memory
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
   // Whether the scaled form stops early. For n <= 8 a warp has 8 or 32 matrices, which rarely all stop.
   static constexpr bool kEarly = kN >= 16;
