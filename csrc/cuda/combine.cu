@@ -1,5 +1,5 @@
-// Combine: the weighted sum of a token's kept rows, in float32 and in the order of its choices. Backward reads the same
-// rows; each gives a row of drows and an element of dweights.
+// Combine: the weighted sum of a token's rows, in float32 and in the order of the token's choices. Backward reads the
+// same rows, and writes a row of drows and an element of dweights for each.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -9,15 +9,14 @@
 namespace moe {
 namespace {
 
-// kBatch: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
+// kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles at the same time.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM: 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer registers, and
-// waits for one row before it loads the next.
+// Blocks per SM. A thread then has 48 registers, enough for kBatch rows. Without this bound the compiler uses fewer
+// registers and loads one row after the other.
 constexpr int kBlocks = 5;
 
-// Piece `v` and the weight of kBatch rows of a token. A dropped choice, or one past `count`, has row -1, a piece of zeros
-// and weight 0.
+// Piece `v` and the weight of kBatch rows. For a dropped choice or a choice past `count`: row -1, zeros and weight 0.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];
@@ -69,8 +68,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// One block for each token. It takes kChoices rows at a time: each warp sums its pieces of <row, dy>; then the sums of
-// the warps are added in a fixed order.
+// A block takes one token, kChoices choices at a time. Each warp sums its part of <row, dy>. Then the sums of the warps
+// are added in a fixed order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_bwd_kernel(const Vector* grad,             // (T, D)
@@ -170,7 +169,6 @@ cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
                 static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
 }
 
-// `vectorized`: in pieces of 16 bytes; else element by element.
 template <class Call>
 cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStream_t stream) {
   switch (dtype) {

@@ -6,13 +6,13 @@
 namespace moe {
 namespace {
 
-// Forward computed h = act(pre), and y = sum over a token's rows of w (h W_out + b_out), with row weights w. The GEMM
-// computes a = dy W_out^T. The epilogue stores dpre = w a act'(pre), weighted = w h (grouped_gemm_bwd_weight reads it for
-// the gradient to W_out), and partial sums of dw = <h, a> + <b_out, dy>.
+// Forward computed h = act(pre), and y as the sum of w (h W_out + b_out) over a token's rows, with row weights w. The
+// GEMM computes a = dy W_out^T. The epilogue stores dpre = w a act'(pre), weighted = w h, from which
+// grouped_gemm_bwd_weight computes the gradient to W_out, and partial sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D), or (R, D) without row_token: dy
-  int64_t grad_stride;       // elements from token to token
+  int64_t grad_stride;
   const int32_t* row_token;  // (R), or nullptr
   Bias<T> b_out;             // (E, D)
   int64_t dim;
@@ -27,7 +27,7 @@ struct Hidden {
 
   __host__ __device__ static constexpr bool gated_columns() { return false; }
 
-  // This lane's part of <b_out, dy> for a row; LANES lanes share the row's pieces.
+  // Returns this lane's part of <b_out, dy> for a row; LANES lanes share the sum.
   template <int LANES>
   __device__ float bias_share(const TileRows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;

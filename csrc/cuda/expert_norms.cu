@@ -1,4 +1,4 @@
-// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM sums squares instead of storing elements.
+// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM sums squares, and stores only partial sums.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 
@@ -26,7 +26,7 @@ struct Norms {
         read_sums(sums + row * Tile::kPitch + c, values);
         bias.add(rows.expert, columns.at(c), left, vectorized, values);
 #pragma unroll
-        for (int d = 0; d < kPiece; d++) {  // past the last column: x times zeros, NaN if x is infinite
+        for (int d = 0; d < kPiece; d++) {  // sums past the last column are x times zeros, NaN if x is infinite
           if (d < left) square = __fmaf_rn(values[d], values[d], square);
         }
       }

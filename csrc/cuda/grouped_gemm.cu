@@ -1,5 +1,4 @@
-// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows is
-// the same kernel on transposed weights.
+// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -7,7 +6,7 @@
 namespace moe {
 namespace {
 
-// Writes out = act(x W + b), and pre = x W + b if it is not null.
+// Writes out = act(x W + b), and pre = x W + b if `pre` is not null.
 template <class T>
 struct Activate {
   Bias<T> bias;
@@ -50,7 +49,7 @@ struct Activate {
 
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* grad,        // (R, H)
-                                                                     int64_t grad_stride,  // elements from row to row
+                                                                     int64_t grad_stride,
                                                                      const T* pre,         // (R, H), or (R, 2 H)
                                                                      T* dpre,              // like pre
                                                                      int activation, int64_t num_rows, int hidden,

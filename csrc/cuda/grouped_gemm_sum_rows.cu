@@ -1,7 +1,7 @@
-// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of the rows, without atomics.
-// T = 32768, K = 8, D = 2048 in bf16 are 1.2 GB of traffic, 0.36 ms at the 3.35 TB/s of an H100.
-// A thread sums one piece over all rows of a token (several pieces if rows have millions), kBatch rows in about 1 us: a
-// token with all of 2^18 rows takes 65 ms. Splitting a token's rows among threads would change the order of the sum.
+// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token, without
+// atomics. T = 32768, K = 8, D = 2048 in bf16 are 1.2 GB of traffic, 0.36 ms at the 3.35 TB/s of an H100.
+// A thread adds all rows of a token for its columns, kBatch rows at a time. At a latency of 1 us for each batch, a
+// token with 2^18 rows takes 65 ms. Splitting a token's rows among threads would change the order of the sum.
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
@@ -10,15 +10,15 @@
 namespace moe {
 namespace {
 
-// Rows that a thread loads at the same time, and blocks per SM; see combine.cu.
+// Rows that a thread loads at the same time, and blocks per SM, which gives a thread 48 registers, as in combine.cu.
 constexpr int kBatch = 4, kBlocks = 5;
 
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     token_sums_kernel(const Vector* rows,            // (R, D)
                       int64_t rows_stride,           // vectors from row to row
-                      const int32_t* by_token,       // (R) row numbers: of rows without a token, of token 0, 1, ..
-                      const int32_t* token_offsets,  // (T + 1) into by_token
+                      const int32_t* by_token,       // (R): row numbers sorted by token
+                      const int32_t* token_offsets,  // (T + 1): where each token's rows start in by_token
                       Vector* out,                   // (T, D)
                       int64_t tokens, int vectors) {
   using Elements = Pack<T, Vector>;

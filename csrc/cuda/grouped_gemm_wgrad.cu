@@ -1,6 +1,6 @@
-// The gradients of grouped GEMM to weights and bias: for every expert x^T grad over its rows, and the weighted sum of its
-// rows of grad. Rows of x and of grad may be gathered. One launch computes both gradients: the blocks of the bias come
-// first, and wait for memory while other blocks multiply.
+// The gradients of grouped GEMM to weights and bias. For each expert: x^T grad, and the weighted sum of the rows of
+// grad, over the expert's rows. Rows of x and grad may be gathered. One launch computes both gradients. The first
+// blocks compute the gradient to the bias: these blocks wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -8,8 +8,8 @@
 namespace moe {
 namespace {
 
-// Tiles for rows that do not divide into 16 bytes, and for gradients of fewer than kFewBlocks tiles of 128 x 128 (two for
-// each SM of an A100).
+// Tiles for rows that do not divide into pieces of 16 bytes, and for gradients with fewer than kFewBlocks tiles of
+// 128 x 128. kFewBlocks is two blocks for each SM of an A100.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
@@ -18,10 +18,10 @@ constexpr int64_t kFewBlocks = 2 * 108;
 template <class T>
 struct Gradient {
   const T* x;                     // (R, Din), or (T, Din) with x_token
-  int64_t x_stride;               // elements from row to row
+  int64_t x_stride;
   const int32_t* x_token;         // (R), or nullptr
   const T* grad;                  // (R, Dout), or (T, Dout) with grad_token
-  int64_t grad_stride;            // elements from row to row
+  int64_t grad_stride;
   const int32_t* grad_token;      // (R), or nullptr
   const int32_t* expert_offsets;  // (E + 1)
   const float* row_weight;        // (R), or nullptr
@@ -30,8 +30,8 @@ struct Gradient {
   int64_t num_rows, num_experts, din, dout;
 
   bool vectorized_grad;         // rows of grad may be read in pieces of 16 bytes
-  int row_tiles, column_tiles;  // of one expert's Din x Dout, set by `launch_with_tile`
-  int bias_tiles;               // blocks of one expert's bias, none without dbias
+  int row_tiles, column_tiles;  // of one expert's dweight, set by `launch_with_tile`
+  int bias_tiles;               // blocks for one expert's dbias; 0 without dbias
 };
 
 struct Range {
@@ -44,7 +44,7 @@ struct Range {
   }
 };
 
-// The expert of a block's tile, and the first row m and column n of the tile in that expert's gradient.
+// The expert of a block's tile, and the first row m and column n of the tile in the expert's dweight.
 template <class Tile>
 struct Target {
   int expert, m, n;
@@ -56,8 +56,8 @@ struct Target {
   }
 };
 
-// A block sums 64 columns over an expert's rows of grad: the columns are divided among 8 threads, the rows among
-// THREADS / 8. Each thread loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
+// For dbias, a block sums 64 columns of an expert's rows of grad. A thread takes 8 columns (a piece) of every
+// (THREADS / 8)-th row, and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   typename Tile::Sums sums = {};
   multiply_tile<T, Tile>(stages, a, b, range.count, sums);
 
-  recompute(block);  // so that `from` needs no registers during the product
+  recompute(block);  // makes the compiler compute `from` again, instead of keeping it in registers during the product
   const auto [expert, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);

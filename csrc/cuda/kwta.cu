@@ -1,6 +1,7 @@
-// k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows are read again in each pass. A pass counts
-// the elements that reach a threshold; the first threshold is that of a Gaussian row. A Gaussian row takes three to
-// five passes, any row at most 40.
+// k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows (launch_rows) are read again in each pass.
+// Thresholds are keys: integers in the order of the values (moe/keys.cuh). A pass counts the elements that reach a
+// threshold, that is, are at least as large. The first threshold is that of a Gaussian row. Gaussian rows take two to
+// five passes in the median, any row at most 40.
 #include <algorithm>
 #include <cmath>
 
@@ -15,8 +16,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if these are still
-// possible, since rows that are not Gaussian may have many zeros.
+// Passes that interpolate the next threshold, before bisection. The last two try key 0 if it is between the bounds, and
+// key 1 if the lower bound is 0, since rows that are not Gaussian may have many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -30,11 +31,11 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool other_values;  // values are not x
-  // Rows of x, values and y have the same offset from a multiple of 16 bytes, and rows of x and mask from a multiple of
-  // 4 elements.
+  // Rows of x, values and y start at the same offset from a multiple of 16 bytes. Rows of x and mask start at the same
+  // offset, in elements, from a multiple of 4 elements.
   bool aligned;
-  float z;        // standard normal quantile of 1 - k / n
-  float spacing;  // distance between neighbours near z in a sorted standard normal row
+  float z;        // standard normal quantile of 1 - (k - 0.5) / n
+  float spacing;  // mean distance between neighbours near z in a sorted row of n standard normal numbers
 };
 
 // Winners are the elements with key >= above, and the first `needed` of those with key above - 1.
@@ -42,9 +43,9 @@ struct Cut {
   int above, needed, ties;  // ties: number of elements with key above - 1, if needed > 0
 };
 
-// At least k elements reach key `low`, at most k reach `high`. The search ends with high = low + 1: then `low` is the
-// k-th largest key, unless exactly k elements reach `high`. Rows of a warp are searched together; a finished row keeps
-// high = low + 1.
+// Invariant: at least k elements reach key `low`, and at most k reach `high`. The search ends with high = low + 1. Then
+// `low` is the k-th largest key, unless exactly k elements reach `high`. The rows of a warp are searched together; a
+// row that is finished keeps high = low + 1.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -70,7 +71,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
     key = min(max(key, low + 1), high - 1);
     const int reached = team.sum(row.count(row.threshold(key)));
     const float here = Order::value(Order::bits(key));
-    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // lanes may have no row
+    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // these lanes have no row
     if (surplus > 0) {
       low = key, low_count = reached, bottom = here;
     } else {
@@ -85,15 +86,17 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
   return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
 
-// The ties (elements with key above - 1) that win in this thread's chunks of a resident row. The counts of two chunks
-// share a 32-bit word: a chunk of all threads has at most 4096 elements.
+// The ties (elements with key above - 1) that win among this thread's elements of a row in registers. The counts of two
+// chunks (kwta_row.h) share a 32-bit word: the threads of a row have at most 4096 elements in one chunk.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
   static_assert(CHUNKS <= 32);
 
-  uint32_t all = 0;           // bit c: all of this thread's ties in chunk c win
-  int partly = -1, left = 0;  // chunk in which only some of the warp's ties win, and how many of this thread's (or <= 0)
+  uint32_t all = 0;  // bit c: all of this thread's ties in chunk c win
+  // partly: chunk in which some, but not all, ties of the row's lanes in this warp win. left: this many of the thread's
+  // ties win there, none if <= 0.
+  int partly = -1, left = 0;
 
   template <class Row, class Team>
   __device__ void find(const Row& row, Team& team, uint32_t above, uint32_t tied, int needed) {
@@ -111,7 +114,7 @@ struct ThreadTies {
       else if (wins > 0) partly = c, left = wins;
       needed -= of_chunk(total);
     }
-    int mine = 0;  // counted again: the counts of all chunks would need registers
+    int mine = 0;  // counted again, because keeping the counts of all chunks would need registers
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (partly == c) mine = row.count_ties(row.resident[c], above, tied);
@@ -121,7 +124,6 @@ struct ThreadTies {
   }
 };
 
-// The lowest `count` of the set flags.
 __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   uint32_t taken = 0;
   for (; flags && count > 0; count--) {
@@ -131,8 +133,8 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Sets `chosen` to masks of the winners among this thread's elements of the edges. Ties of the head win first, ties of
-// the tail last. Subtracts the ties of the head from `needed`. Edges, head, middle and tail: kwta_frame.h.
+// Sets `chosen` to masks of the winners among this thread's elements of the edges (head and tail, see kwta_frame.h).
+// Ties of the head win first, ties of the tail last. Subtracts the number of ties of the head from `needed`.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {
@@ -165,7 +167,7 @@ __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t 
   }
 }
 
-// Writes the edges. Returns flags of the winners for `bits`: x for the head, y for the tail.
+// Writes the edges of y and mask. Returns the winners' flags for `bits`: x for the head, y for the tail.
 template <class R, class Team>
 __device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
                              const Problem& p) {
@@ -211,16 +213,16 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
     if (team.any(needed > 0)) ties.find(row, team, above, tied, needed);
   }
 
-  int first = 0;  // position of chunk c in the team's first thread
+  int first = 0;  // position of chunk c of the row's first thread
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++, first += row.size * kVector) {
-    if (first >= ((p.n + 31) & ~31)) break;  // the bits of a row are whole words
+    if (first >= ((p.n + 31) & ~31)) break;  // `bits` has whole words
     row.recompute_positions();
     const int position = row.position(c);
     uint32_t words[kWords], chosen[kWords];
     row.chunk(c, words);
     uint32_t threshold = above;
-    int partly = 0;  // number of this thread's ties that win, unless all or none do
+    int partly = 0;  // number of this thread's ties that win, if only some win
     if constexpr (R::kResident) {
       if (ties.all >> c & 1) threshold = tied;
       else if (ties.partly == c) partly = ties.left;
@@ -244,7 +246,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
         write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, position, (row.n + 31) & ~31);
       } else {
         shifted.template put<kVector>(winners, position);
-        // A ring is emptied of complete words; `finish` writes the rest, with the tail's flags.
+        // Writes the complete words of a ring; `finish` writes the others, with the tail's flags.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }
@@ -285,10 +287,10 @@ __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint3
   write_row<RING>(row, team, cut, index, shared, p);
 }
 
-constexpr int kThreads = 256;       // of a block in which a row has a warp or a part of one
+constexpr int kThreads = 256;       // of a block of kwta_warp_kernel
 constexpr int kElements = 32;       // float32 elements that a thread holds in registers
 constexpr int kLongest = 16384;     // elements that kMaxThreads threads hold
-constexpr int kLongThreads = 1024;  // of a block whose row does not fit in registers
+constexpr int kLongThreads = 1024;  // of a block for a row that does not fit in registers
 
 // Elements that a thread holds, in 32 registers.
 template <class T>
@@ -300,7 +302,7 @@ constexpr int kMaxThreads = kLongest / kMostElements<T>;
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES lanes hold a row, ELEMENTS elements each: with fewer lanes, fewer pay the fixed cost of a pass.
+// LANES lanes hold a row, ELEMENTS elements each: as few lanes as suffice, since a pass has a fixed cost in each lane.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -314,8 +316,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// Blocks per SM: three of 256 threads for 16 bits (80 registers a thread), two of 512 for float32 (64). Float32 rows
-// with edges need more than 64 registers: one block. A row of more than kLongest elements takes a whole SM.
+// Least number of blocks per SM. Up to kLongest elements: three of 256 threads for 16 bits (80 registers a thread), two
+// of 512 for float32 (64 registers), but one for float32 with edges, which needs more registers. Longer rows: one.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -351,7 +353,7 @@ cudaError_t launch_rows(const Problem& p, cudaStream_t stream) {
   if (n <= kLongest) {
     return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 edges would take more than the 64 registers of 1024 threads
+  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 with edges needs more than the 64 registers of 1024 threads
     constexpr int kThreadsHeld = 2 * kMaxThreads<T>;
     if (n <= kThreadsHeld * kMost) {
       return launch(kwta_block_kernel<T, WHOLE, kMost, kThreadsHeld>, blocks, threads, 0, stream, p);
@@ -426,7 +428,7 @@ template <class Bits, bool WHOLE>
 cudaError_t launch_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bits, Bits* dx, int64_t rows, int n,
                       bool aligned, cudaStream_t stream) {
   const int64_t vectors = std::max<int64_t>(n * sizeof(Bits) / 16, 1);
-  unsigned across = 4;  // threads along a row; the other threads of the block take further rows
+  unsigned across = 4;  // threads along a row
   while (across < kBackwardThreads && across * kBackwardVectors < vectors) across *= 2;
   const dim3 block(across, kBackwardThreads / across);
   const dim3 grid(static_cast<unsigned>((rows + block.y - 1) / block.y),
@@ -446,7 +448,7 @@ cudaError_t launch_bwd(const void* grad, int64_t grad_stride, const int32_t* bit
                static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
-constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: a position a block past the end still fits an int
+constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: a position one block past the end still fits an int
 
 }  // namespace
 

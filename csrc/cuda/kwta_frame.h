@@ -8,7 +8,6 @@
 namespace moe {
 namespace {
 
-// EDGES: whether rows may have edges.
 template <class Bits, bool EDGES>
 struct Frame {
   static constexpr int kVector = 16 / sizeof(Bits), kPerWord = 4 / sizeof(Bits), kWords = 4;
@@ -29,7 +28,7 @@ struct Frame {
   }
 };
 
-// Reads vector number `vector` from `from` on. `aligned`: `from` is at a multiple of 16 bytes.
+// Reads vector number `vector`, counted from `from`. `aligned`: `from` is at a multiple of 16 bytes.
 template <class Bits>
 __device__ void read_vector(const Bits* from, int vector, bool aligned, uint32_t (&words)[4]) {
   constexpr int kPerWord = 4 / sizeof(Bits);
@@ -61,7 +60,7 @@ __device__ void write_vector(Bits* to, int vector, bool aligned, const uint32_t 
 // Bytes of 0 or 1: byte i of the result is bit i of flags, for i < 4.
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
-// Writes the mask of a vector, a byte for each element. `aligned`: in words of four bytes.
+// Writes the mask of a vector, a byte for each element. `aligned`: `to` is at a multiple of 4 bytes.
 template <int VECTOR>
 __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t winners) {
 #pragma unroll
@@ -88,15 +87,15 @@ __device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, un
 template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
-// The flags of a row with edges, collected in shared memory. The head's flags are the last bits of byte 0, the vectors'
-// flags start at byte 1. So the row starts at bit `shift`. With RING = 0 shared memory holds the whole row, else a ring
-// of RING words with the flags of four vectors of every thread.
+// The winners' flags of a row with edges, collected in shared memory. The head's flags are the last bits of byte 0, and
+// the flags of the middle start at byte 1. So the row starts at bit `shift`. With RING = 0 shared memory holds the
+// whole row, else a ring of RING words with the flags of four vectors of every thread.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
   int shift, drained = 0;
 
-  // i modulo the size of the ring. each: units of i in a word (4 for bytes, 32 for bits).
+  // Index i modulo the size of the ring. each: number of indices in a word (4 for bytes, 32 for bits, 1 for words).
   __device__ static unsigned in_ring(unsigned i, int each) { return RING ? i % (RING * each) : i; }
   __device__ uint8_t& byte(int i) { return reinterpret_cast<uint8_t*>(words)[in_ring(i, 4)]; }
 
@@ -111,7 +110,7 @@ struct ShiftedBits {
     write_flags<VECTOR>(reinterpret_cast<uint8_t*>(words), winners, bit, bit + 1);
   }
 
-  // Writes the words before `end`, whose flags must be complete.
+  // Writes the words of `bits` from `drained` to end - 1; their flags must be complete.
   template <class Team>
   __device__ void drain(uint32_t* bits, int end, const Team& team) {
     team.sync();
@@ -121,8 +120,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // Adds the tail's flags after those of the middle, and zeros up to the last word; writes all words that are left.
-  // put: elements of the vectors put so far, also past the middle.
+  // Appends the tail's flags to those of the middle, and zeros up to the end of the last word. Writes the words that
+  // are left. put: number of elements for which `put` was called, also past the middle.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

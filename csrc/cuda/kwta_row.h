@@ -1,6 +1,6 @@
 // A thread's part of a row of k-winner-take-all. Elements of a plain row (see Plain) are kept as in memory and compared
-// as floating-point numbers, two of 16 bits an instruction. Other rows are converted to ordered integers
-// (moe/keys.cuh). A word is 32 bits, of one or two elements.
+// as floating-point numbers, two 16-bit elements in one instruction. Elements of other rows are converted to keys:
+// integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,7 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp call each
-// function together.
+// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. Calls must not diverge in a warp.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -27,19 +26,18 @@ struct Team {
   int lane = threadIdx.x % kLanes;
   int size = kBlock ? blockDim.x : LANES;
 
-  // Whether `here` is true for any row of this warp.
+  // Whether `here` is true for any row of this warp. `here` must be the same in all threads of a row.
   __device__ static bool any(bool here) {
     if constexpr (kShared) return __any_sync(kAllLanes, here);
     return here;
   }
 
-  // Bit i is the flag of lane i, among the lanes of this warp that hold the row.
+  // Bit i is the flag of lane i, counted from the first lane of this warp that holds the row.
   __device__ uint32_t ballot(bool flag) const {
     const uint32_t flags = __ballot_sync(kAllLanes, flag);
     return kShared ? flags >> (threadIdx.x % kWarpSize - lane) & ((1u << kLanes % kWarpSize) - 1) : flags;
   }
 
-  // The sum over the lanes of this warp that hold the row.
   template <class T>
   __device__ static T lane_sum(T value) {
     if constexpr (kShared) {
@@ -51,7 +49,6 @@ struct Team {
     }
   }
 
-  // Makes shared memory that one thread of the row wrote visible to all of them.
   __device__ static void sync() {
     if constexpr (kBlock) __syncthreads();
     else __syncwarp();
@@ -62,7 +59,7 @@ struct Team {
     return lane_sum(value);
   }
 
-  // The sum over the threads of the row before this one; total receives the sum over all. For blocks only.
+  // Returns the sum over the row's threads before this one; `total` receives the sum over all. Only if LANES is 0.
   __device__ int sum_before(int value, int& total) {
     const int inclusive = warp_inclusive_sum(value, lane);
     const int warp_total = exchange_warp_sums(value, *counts, turn);
@@ -71,7 +68,7 @@ struct Team {
   }
 
   // Sums several values: over the row's lanes in this warp (`values`), over earlier warps (`before`), and over the row
-  // (`total`). A team calls it at most once: a second call could overwrite `slots` too early.
+  // (`total`). May be called once only: a second call could overwrite `slots` too early.
   template <int COUNT>
   __device__ void share(uint32_t (&values)[COUNT], uint32_t (&before)[COUNT], uint32_t (&total)[COUNT]) {
 #pragma unroll
@@ -93,9 +90,10 @@ struct Team {
   }
 };
 
-// Compares elements with a threshold as floating-point numbers: -0 equals 0, and a comparison with a NaN is false. Bits
-// of bfloat16 are compared as float16: the order is the same up to 2^121, and larger values are NaN. `check` adds
-// elements to `found`; the sum is NaN, and the row is not plain, if an element is NaN (or if infinities cancel).
+// Comparisons of a plain row's elements with a threshold, as floating-point numbers: -0 equals 0, and a comparison with
+// a NaN is false. Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and
+// larger ones are NaN. A row with a NaN is not plain. `check` adds elements to `found`, so that the sum is NaN if an
+// element is; it is also NaN if +inf and -inf are added.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -117,9 +115,9 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// Chunk c of thread `rank` is vector c * size + rank of the row's middle. With CHUNKS > 0 chunks stay in registers;
-// with 0 they are read again in each pass. Edges (kwta_frame.h) stay in registers, EDGES elements of each in a thread;
-// with 0 there are none.
+// Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
+// registers; with 0 they are read again in each pass. Edges (head and tail of the row) stay in registers: a thread
+// holds EDGES elements of each, none if EDGES is 0.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -131,7 +129,7 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // after convert(): registers hold elements, NaN where there is none; if false, keys and 0
+  bool plain = true;  // after convert(): registers hold elements, and NaN outside the row; if false, keys and 0
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 
@@ -142,9 +140,9 @@ struct Row {
   __device__ int chunks() const {
     return kResident ? CHUNKS : (frame.middle + size * kVector - 1) / (size * kVector);
   }
-  // The first element of a chunk, counted from the start of the row's middle.
+  // The first element of this thread's chunk, counted from the start of the row's middle.
   __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
-  // Makes the compiler compute positions again in each loop over the chunks, instead of keeping each in a register.
+  // Makes the compiler compute positions again, instead of keeping one for each chunk in a register.
   __device__ void recompute_positions() {
     recompute(rank);
     recompute(size);
@@ -157,7 +155,7 @@ struct Row {
     if (position < frame.middle) read_vector(x + frame.head, position / kVector, true, words);
   }
 
-  // Calls each(i, side, position in the row) for the edges' elements that this thread may have; `position` is -1 for none.
+  // Calls each(i, side, position in the row) for i < 2 EDGES; `position` is -1 if this thread has no such element.
   template <class Each>
   __device__ void for_edges(Each each) const {
 #pragma unroll
@@ -194,7 +192,7 @@ struct Row {
     }
   }
 
-  // Called with the first word of each chunk: that sample is enough for a first guess.
+  // Called with the first word of each chunk only: this sample is enough for the first threshold.
   __device__ static void add_moments(uint32_t word, float2& moments) {
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {
@@ -205,8 +203,7 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads the row. Returns sums of a sample of this thread's elements and of their squares;
-  // the first sum is NaN if the row is not plain.
+  // Reads this thread's elements. Returns sums of a sample and of its squares; the first is NaN if they are not plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
@@ -240,7 +237,7 @@ struct Row {
     return moments;
   }
 
-  // Converts registers to keys if the row is not plain, and marks elements outside the row. `plain` must be set.
+  // Converts registers to keys if the row is not plain, and sets elements outside the row. `plain` must be set before.
   __device__ void convert() {
     if constexpr (kEdges) {
       uint32_t converted[kEdgeWords] = {};
@@ -302,7 +299,6 @@ struct Row {
     return total;
   }
 
-  // How many of this thread's elements reach a threshold.
   template <bool PLAIN>
   __device__ int count(uint32_t threshold) const {
     int total = 0, sum = 0;
@@ -329,7 +325,7 @@ struct Row {
     }
   }
 
-  // Number of elements of a chunk that reach `tied` but not `above`, the next key. In a plain row they equal `tied`.
+  // Number of elements of a chunk that reach `tied` but not `above`, the threshold of the next key.
   __device__ int count_ties(const uint32_t (&words)[kWords], uint32_t above, uint32_t tied) const {
     if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;

@@ -1,4 +1,4 @@
-// moe_kernels._cuda: the CUDA launchers, the versions of the CUDA runtime and driver, and the compiled architectures.
+// The Python module moe_kernels._cuda: launchers, versions of CUDA's runtime and driver, and compiled architectures.
 
 #include <cuda_runtime_api.h>
 
@@ -12,12 +12,11 @@ namespace py = pybind11;
 
 namespace {
 
-// Binds a launcher. Its error becomes an exception with the launcher's name and arguments.
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
     const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
-    // Releases the GIL: a launch waits while the device's queue is full. A queued kernel may in turn wait for one that
-    // another Python thread has yet to launch (NCCL: pytorch issue 109074).
+    // Releases the GIL: a launch waits while the device's queue is full, and a kernel in the queue may wait for a
+    // kernel that another Python thread launches (NCCL: pytorch issue 109074).
     const auto status = [&] {
       const py::gil_scoped_release release;
       return cudaError_t(launcher.call(arguments.data()));

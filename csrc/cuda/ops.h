@@ -1,9 +1,14 @@
-// Every launcher of csrc/cuda. A launcher starts its kernels on `stream` and returns the error of the launch; it neither
-// waits nor allocates. Arguments are pointers, int64_t, int, float and double; the stream is last. The Python module and
-// the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`; it neither allocates memory nor waits
+// for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch.
+// The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 //
-// Sizes in shapes: T tokens, K choices or trees of a token, E experts, R rows of a plan, B matrices; D, Din, Dout, H
-// and P features.
+// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices or trees of a token, E
+// experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token or
+// expert to the next, unless a comment says otherwise.
+//
+// A routing plan gives a row to each choice that an expert keeps. Rows are sorted by expert: expert e has the rows from
+// expert_offsets[e] to expert_offsets[e + 1] - 1. Rows from expert_offsets[E] on are not in use. row_token and
+// row_choice are the token and the choice of a row, or -1. slot_row is the row of a token's choice, or -1.
 #pragma once
 
 #include <driver_types.h>
@@ -12,70 +17,72 @@
 
 namespace moe {
 
-// k-winner-take-all: y = values where x is among the k largest of its row, else +0.
+// k-winner-take-all: y = values for the k largest elements of each row of x, else +0. NaN is larger than +inf.
 cudaError_t kwta_fwd(int dtype,
                      const void* x,  // (rows, n), last dimension contiguous
-                     int64_t x_stride,    // elements from row to row
-                     const void* values,  // (rows, n) like x, or nullptr: x itself
+                     int64_t x_stride,
+                     const void* values,  // (rows, n), last dimension contiguous; nullptr: x
                      int64_t values_stride,
                      void* y,        // (rows, n) contiguous, or nullptr
-                     int32_t* bits,  // (rows, ceil(n / 32)): bit i of word w for element 32 w + i; or nullptr
-                     uint8_t* mask,  // (rows, n) of 0 and 1, or nullptr
+                     int32_t* bits,  // (rows, ceil(n / 32)): bit i of word w is 1 if element 32 w + i wins; or nullptr
+                     uint8_t* mask,  // (rows, n): 1 for winners, else 0; or nullptr
                      int64_t rows, int64_t n, int64_t k,
-                     int ties,  // 0 index, 1 strict, 2 all
-                     float z,   // standard normal quantile of 1 - k / n, for the first guess of the threshold
+                     // Which elements equal to the k-th largest win, if there are too many: 0 the first, 1 none, 2 all.
+                     int ties,
+                     float z,  // standard normal quantile of 1 - (k - 0.5) / n, for the first guess of the threshold
                      cudaStream_t stream);
 
-// dx = grad if the bit is set, else +0 (also for grad of NaN or inf).
+// dx = grad where the bit is 1, else +0, also where grad is NaN or infinite.
 cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      const void* grad,      // (rows, n), last dimension contiguous
-                     int64_t grad_stride,   // elements from row to row
+                     int64_t grad_stride,
                      const int32_t* bits,   // (rows, ceil(n / 32))
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
-// A token's k largest logits in descending order, of equal logits the lower expert first; their weights by a softmax.
+// The experts of each token's k largest logits, in descending order, and their softmax weights. NaN is larger than
+// +inf. Of equal logits the lower expert comes first.
 cudaError_t topk_gate_fwd(int dtype,
                           const void* logits,  // (T, E), last dimension contiguous
-                          int64_t stride,      // elements from token to token
+                          int64_t stride,
                           void* weights,       // (T, K) float32
                           int32_t* experts,    // (T, K)
                           void* scratch, int64_t scratch_stride,  // not used
                           int64_t tokens, int64_t num_experts, int64_t k,
-                          int softmax_first,  // softmax over all experts, before the choice; else over the chosen
+                          int softmax_first,  // the softmax is over all experts; else over the k chosen ones
                           cudaStream_t stream);
 
 cudaError_t topk_gate_bwd(int dtype,
                           const void* grad,        // (T, K) float32
                           const void* weights,     // (T, K) float32
                           const int32_t* experts,  // (T, K)
-                          const void* logits,      // (T, E) if softmax came first, else nullptr
-                          int64_t stride,          // elements from token to token
+                          const void* logits,      // (T, E) if softmax_first, else nullptr
+                          int64_t stride,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan: a row for every request (a token's choice of an expert) up to the expert's capacity.
+// The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
-                          const void* experts,   // (T, K) contiguous; ids outside [0, E) are no choice
+                          const void* experts,   // (T, K) contiguous; an id outside [0, E) is no request
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
                           int32_t* counts,       // (chunks, E): scratch
-                          int64_t chunks,        // from 1 to 1024: blocks that share the T * K requests
+                          int64_t chunks,        // 1 to 1024: parts of the T * K requests
                           int32_t* expert_offsets,  // (E + 1)
                           int32_t* row_token,       // (R)
                           int32_t* row_choice,      // (R)
                           int32_t* slot_row,        // (T, K)
-                          int32_t* requested,       // (E)
-                          int32_t* kept,            // (E)
-                          int32_t* dropped,         // ()
+                          int32_t* requested,       // (E): number of requests
+                          int32_t* kept,            // (E): number of kept requests
+                          int32_t* dropped,         // (): sum of requested - kept
                           int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
                           int64_t rows,   // R = min(T * K, E * capacity)
-                          int by_choice,  // all first choices before all second ones; else token by token
+                          int by_choice,  // visits all first choices, then all second ones, ...; else token by token
                           cudaStream_t stream);
 
 // rows_r = x[row_token_r], zeros from row expert_offsets[E] on.
 cudaError_t dispatch_fwd(int element_size,               // 2 or 4 bytes
                          const void* x,                  // (T, D), last dimension contiguous
-                         int64_t x_stride,               // elements from token to token
+                         int64_t x_stride,
                          const int32_t* row_token,       // (R), not read
                          const int32_t* slot_row,        // (T, K)
                          const int32_t* expert_offsets,  // (E + 1)
@@ -83,21 +90,22 @@ cudaError_t dispatch_fwd(int element_size,               // 2 or 4 bytes
                          int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                          cudaStream_t stream);
 
-// y_t = sum over k with r = slot_row_tk >= 0 of weights_tk rows_r, in float32 and in the order of k.
+// y_t = sum of weights_tk rows_r over the choices k with r = slot_row_tk >= 0, in float32 and in the order of k.
 cudaError_t combine_fwd(int dtype,
                         const void* rows,         // (R, D), last dimension contiguous
-                        int64_t rows_stride,      // elements from row to row
+                        int64_t rows_stride,
                         const void* weights,      // (T, K) float32, or nullptr: ones
                         const int32_t* slot_row,  // (T, K)
                         void* y,                  // (T, D) contiguous
                         int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, cudaStream_t stream);
 
-// With r = slot_row_tk: drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 if dropped.
+// With r = slot_row_tk: drows_r = weights_tk grad_t and dweights_tk = <rows_r, grad_t>; dweights_tk = 0 if r = -1.
+// drows is zero from row expert_offsets[E] on.
 cudaError_t combine_bwd(int dtype,
                         const void* grad,               // (T, D), last dimension contiguous
-                        int64_t grad_stride,            // elements from token to token
+                        int64_t grad_stride,
                         const void* rows,               // (R, D), last dimension contiguous
-                        int64_t rows_stride,            // elements from row to row
+                        int64_t rows_stride,
                         const void* weights,            // (T, K) float32
                         const int32_t* row_token,       // (R), not read
                         const int32_t* slot_row,        // (T, K)
@@ -108,17 +116,17 @@ cudaError_t combine_bwd(int dtype,
                         int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                         cudaStream_t stream);
 
-// Sinkhorn's iteration: normalises the rows, then the columns of exp(scores / tau), `iterations` > 0 times. tau falls
-// geometrically from first_tau to last_tau.
+// Sinkhorn's iteration (definition: python_ref/sinkhorn.py): normalises the rows, then the columns of exp(scores /
+// tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal.
 cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // (B, stride): a flag if n <= 64, else (n, n) float32 unless dtype is float32
+                         void* scratch,  // (B): 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
-                         const double* rows, const double* columns,  // (B, n) sums; or nullptr: ones, no tolerance
-                         double tolerance,                           // negative: none
+                         const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
+                         double tolerance,  // stops a matrix if no sum has a larger error; negative (if no sums): never
                          cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,
@@ -127,37 +135,37 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // (B, stride): float64 (iterations, 2, n), then (n, n) if n > 64, else a flag
-                         int64_t scratch_stride,  // bytes
+                         void* scratch,  // (B): float64 (iterations, 2, n), then (n, n) if n > 64, else 8 bytes
+                         int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
-                         double* drows, double* dcolumns,  // (B, n), or nullptr without sums
+                         double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums
                          cudaStream_t stream);
 
-// out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. Gated activations:
-// act(gate) * linear, where a row of x W + b is gates, then linear parts.
-cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16, as all of grouped GEMM
+// out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. A gated activation is
+// act(gate) * linear: the first half of a row of x W + b are gates, the second half linear parts.
+cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              const void* x,              // (R, Din), or (T, Din) with row_token; Din contiguous
-                             int64_t x_stride,           // elements from row to row
-                             const int32_t* row_token,   // (R), -1 for zeros; or nullptr
-                             const void* weight,         // (E, Din, Dout), Dout contiguous; transposed: Din
-                             int64_t expert_stride,      // elements from expert to expert
-                             int64_t weight_stride,      // along Din; transposed: along Dout
+                             int64_t x_stride,
+                             const int32_t* row_token,  // (R), -1 for a row of zeros; or nullptr
+                             const void* weight,         // (E, Din, Dout); Dout contiguous, or Din if transposed
+                             int64_t expert_stride,
+                             int64_t weight_stride,      // elements along Din, or along Dout if transposed
                              int transposed,
                              const int32_t* expert_offsets,  // (E + 1)
                              const void* bias,           // (E, Dout), last dimension contiguous, or nullptr
-                             int64_t bias_stride,        // elements from expert to expert
+                             int64_t bias_stride,
                              int activation,             // an Activation of moe/activation.cuh
                              void* out,                  // (R, Dout) contiguous; gated: (R, Dout / 2)
-                             void* pre,                  // (R, Dout) contiguous: x W + b; or nullptr
+                             void* pre,                  // (R, Dout) contiguous, or nullptr: x W + b
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r.
-cudaError_t grouped_gemm_bwd_weight(int dtype,
+cudaError_t grouped_gemm_bwd_weight(int dtype,            // bfloat16 or float16
                                     const void* x,        // (R, Din), or (T, Din) with x_token
-                                    int64_t x_stride,     // elements from row to row
+                                    int64_t x_stride,
                                     const int32_t* x_token,     // (R), or nullptr
                                     const void* grad,           // (R, Dout), or (T, Dout) with grad_token
-                                    int64_t grad_stride,        // elements from row to row
+                                    int64_t grad_stride,
                                     const int32_t* grad_token,  // (R), or nullptr
                                     const int32_t* expert_offsets,  // (E + 1)
                                     const float* row_weight,        // (R), or nullptr for ones
@@ -169,34 +177,34 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
 // out_t = sum of the rows of token t, in float32 and in the order of by_token.
 cudaError_t grouped_gemm_sum_rows(int dtype,
                                   const void* rows,              // (R, D), last dimension contiguous
-                                  int64_t rows_stride,           // elements from row to row
-                                  const int32_t* by_token,       // (R) row numbers: of rows without a token, of token 0, 1, ..
-                                  const int32_t* token_offsets,  // (T + 1) into by_token
+                                  int64_t rows_stride,
+                                  const int32_t* by_token,       // (R): row numbers sorted by token
+                                  const int32_t* token_offsets,  // (T + 1): where each token's rows start in by_token
                                   void* out,                     // (T, D) contiguous
                                   int64_t tokens, int64_t dim, cudaStream_t stream);
 
-// dpre = grad act'(pre).
-cudaError_t activation_bwd(int dtype,
+// dpre = grad act'(pre); for a gated activation, the gradients to gates and linear parts.
+cudaError_t activation_bwd(int dtype,            // bfloat16 or float16
                            const void* grad,     // (R, H), last dimension contiguous
-                           int64_t grad_stride,  // elements from row to row
+                           int64_t grad_stride,
                            const void* pre,      // (R, H) contiguous; gated: (R, 2 H)
                            int activation,
                            void* dpre,           // like pre
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
-// For a row r of expert e with token t, h = act(pre_r) and a = grad_t W_e: dpre_r = row_weight_r a act'(pre_r),
-// weighted_r = row_weight_r h, and partial_ir = <h, a> over the i-th 128 columns, plus <b_out_e, grad_t> if i = 0.
-// Zeros from row expert_offsets[E] on.
-cudaError_t expert_mlp_bwd_hidden(int dtype,
+// The backward pass of an expert MLP down to its hidden units. For a row r of expert e with token t, let h = act(pre_r)
+// and a = grad_t W_e. Then dpre_r = row_weight_r a act'(pre_r), weighted_r = row_weight_r h, and partial_ir = <h, a>
+// over columns 128 i to 128 i + 127, plus <b_out_e, grad_t> if i = 0. All are zero from row expert_offsets[E] on.
+cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or float16
                                   const void* grad,          // (T, D), or (R, D) without row_token; D contiguous
-                                  int64_t grad_stride,       // elements from token to token
-                                  const int32_t* row_token,  // (R), -1 for zeros; or nullptr
+                                  int64_t grad_stride,
+                                  const int32_t* row_token,  // (R), -1 for a row of zeros; or nullptr
                                   const void* weight,        // (E, D, H) as in grouped_gemm_fwd
                                   int64_t expert_stride, int64_t weight_stride, int transposed,
                                   const int32_t* expert_offsets,  // (E + 1)
                                   const float* row_weight,   // (R)
                                   const void* b_out,         // (E, D), last dimension contiguous, or nullptr
-                                  int64_t b_out_stride,      // elements from expert to expert
+                                  int64_t b_out_stride,
                                   const void* pre,           // (R, H) contiguous; gated: (R, 2 H)
                                   int activation,
                                   void* dpre,                // like pre
@@ -205,21 +213,21 @@ cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
-// partial_ir = sum of squares of rows_r W_e + b_e over the i-th 128 columns, for the expert e of row r.
-cudaError_t grouped_gemm_norms(int dtype,
+// partial_ir = sum of squares of rows_r W_e + b_e over columns 128 i to 128 i + 127; 0 from row expert_offsets[E] on.
+cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                const void* rows,     // (R, Din), last dimension contiguous
-                               int64_t rows_stride,  // elements from row to row
+                               int64_t rows_stride,
                                const void* weight,   // (E, Din, Dout) as in grouped_gemm_fwd
                                int64_t expert_stride, int64_t weight_stride, int transposed,
                                const int32_t* expert_offsets,  // (E + 1)
                                const void* bias,     // (E, Dout), last dimension contiguous, or nullptr
-                               int64_t bias_stride,  // elements from expert to expert
+                               int64_t bias_stride,
                                float* partial,       // (max(ceil(Dout / 128), 1), R)
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// The tree gate after its matrix products: leaf_probs_tji = product of the branch probabilities on the way to leaf i of
-// tree j, gates_ti = sum over j of w_tji exp(leaf_logits_tji) / sum over j and i of the same, with w = leaf_probs +
-// epsilon, or w = 0 if leaf_probs is less than `least`.
+// The tree gate after its matrix products. leaf_probs_tji is the product of the branch probabilities on the path to
+// leaf i of tree j. The term of a leaf is w_tji exp(leaf_logits_tji), with w = leaf_probs + epsilon, or 0 if leaf_probs
+// < least. gates_ti is the sum of the terms of leaf i over the trees j, divided by the sum of all terms of token t.
 cudaError_t tree_gate_fwd(int dtype,
                           const void* split_logits,  // (T, K, E - 1) contiguous, nodes in heap order
                           const void* leaf_logits,   // (T, K, E) contiguous, leaves from left to right
@@ -240,18 +248,20 @@ cudaError_t tree_gate_bwd(int dtype,
                           int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
                           float least, cudaStream_t stream);
 
-// Finds the likeliest leaf of every tree by a search from its root; the weights are a softmax over these leaves.
+// Finds the likeliest leaf of each tree by a search from the root. The weights are a softmax of these leaves' logits,
+// summed over the trees that chose the same expert.
 cudaError_t tree_route_fwd(int dtype,
                            const void* x,             // (T, P), last dimension contiguous
-                           int64_t x_stride,          // elements from token to token
+                           int64_t x_stride,
                            const void* split_weight,  // (K, E - 1, P) contiguous, nodes in heap order
                            const void* leaf_weight,   // (K, E, P) contiguous, leaves from left to right
                            const void* split_bias,    // (K, E - 1), or nullptr
                            const void* leaf_bias,     // (K, E), or nullptr
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
-                           int32_t* visited,          // (T, K): inner nodes whose weights were read
-                           uint8_t* unsaturated,      // (T, K): whether a node at least as likely as the leaf is not saturated
+                           int32_t* visited,          // (T, K): number of inner nodes whose weights were read
+                           // (T, K): 1 if an inner node at least as likely as the leaf has two possible branches
+                           uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,
                            cudaStream_t stream);

@@ -1,10 +1,11 @@
-// The routing plan in three launches. Requests (choices of tokens) in visiting order are split into chunks. A request's
-// slot is the number of requests to its expert in earlier chunks, plus those before it in its own chunk.
+// The routing plan in three launches. A request is a token's choice of an expert. Requests are numbered in visiting
+// order and split into chunks. The slot of a request is the number of earlier requests to the same expert. A request
+// whose slot is below the capacity is kept: its row is the expert's first row plus the slot.
 //   plan_count_kernel   counts each chunk's requests to each expert
-//   plan_scan_kernel    turns each expert's counts into sums over the chunks before
-//   plan_rank_kernel    goes through the chunks again, tile by tile, and writes each request's row
-// Nothing is sorted, and the only scratch memory is chunks * E counts. Atomics, in shared memory, only add counts: a sum
-// of integers does not depend on the order.
+//   plan_scan_kernel    replaces each count by the sum of the expert's counts over earlier chunks
+//   plan_rank_kernel    reads the chunks again, tile by tile, and writes each request's row
+// No kernel sorts, and the only scratch in global memory is chunks * E counts. Atomics are used only in shared memory
+// and only for counts: a sum of integers does not depend on the order.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -17,19 +18,18 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;  // requests of a tile: 32768 x 8 are 256 tiles, two for most SMs of an H100
-constexpr int kWindow = 1024;                 // most experts that a block counts, in up to 40 KiB of shared memory
+constexpr int kTile = kThreads * kPerThread;  // requests: T = 32768, K = 8 are 256 tiles for the 132 SMs of an H100
+constexpr int kWindow = 1024;                 // most experts that a block counts, in 40 KiB of shared memory
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
-// Requests, numbered in visiting order.
 template <class Index>
 struct Requests {
   const Index* experts;  // (T, K)
   const int64_t* visit;  // (T) tokens in visiting order, or nullptr: 0, 1, ...
   uint32_t tokens, k, num_experts;
-  bool by_choice;        // all first choices before all second ones; else all choices of a token before the next one
+  bool by_choice;        // visits all first choices, then all second ones, ...; else token by token
   uint32_t total;        // T * K
-  uint32_t chunk;        // requests of a chunk, a multiple of kTile
+  uint32_t chunk;        // requests per chunk, a multiple of kTile
 
   __device__ uint32_t first() const { return blockIdx.x * chunk; }
   __device__ uint32_t end() const { return min(first() + chunk, total); }
@@ -49,13 +49,12 @@ struct Requests {
   }
 };
 
-// The experts that this block counts.
 struct Window {
   uint32_t first, width;
 
   __device__ explicit Window(uint32_t num_experts)
       : first(blockIdx.y * kWindow), width(min(num_experts - first, static_cast<uint32_t>(kWindow))) {}
-  __device__ uint32_t index(uint32_t expert) const { return expert - first; }  // >= width: another block's, or none
+  __device__ uint32_t index(uint32_t expert) const { return expert - first; }  // >= width if not in the window
 };
 
 // The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests; a lane has every 32nd of them.
@@ -67,7 +66,7 @@ struct Tile {
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
-    int64_t id[kPerThread];  // past the end the id of the last request, so that there are no branches between the loads
+    int64_t id[kPerThread];  // past the end, the id of the last request: so there is no branch between the loads
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(number(i), requests.total - 1));
 #pragma unroll
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
 }
 
-// Replaces each count by the sum over earlier chunks. A lane takes one expert, a warp some of the chunks.
+// A lane takes one expert, a warp consecutive chunks.
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)
@@ -137,9 +136,9 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Computes the first row of every expert: the sum of kept requests over earlier experts. Every block computes all E,
-// which takes less time than another launch; the first block writes expert_offsets, kept and dropped. offset[i]
-// receives the first row of expert i of the window. Returns the number of rows in use.
+// Computes the first row of each expert: the number of kept requests of earlier experts. Each block does this for all E
+// experts, which saves a launch. The first block writes expert_offsets, kept and dropped. offset[i] receives the first
+// row of the window's expert i. Returns the number of rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -171,12 +170,12 @@ __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
     plan_rank_kernel(Requests<Index> requests, Plan plan,
-                     const int32_t* counts) {  // (chunks, E), requests before a chunk
+                     const int32_t* counts) {  // (chunks, E): requests to each expert in earlier chunks
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
-  int32_t* const slots = shared;                               // (kWarps, width) a warp's requests, then its next slot
-  int32_t* const next = shared + kWarps * window.width;        // (width) next slot of an expert
-  int32_t* const offset = next + window.width;                 // (width) first row of an expert
+  int32_t* const slots = shared;                         // (kWarps, width): a warp's requests, then its next slot
+  int32_t* const next = shared + kWarps * window.width;  // (width): next slot of each expert
+  int32_t* const offset = next + window.width;           // (width): first row of each expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int32_t* const slot = slots + warp * window.width;
 
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
   const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
   const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
-#pragma unroll 1  // else nvcc computes the number of turns by a 64-bit division
+#pragma unroll 1  // else nvcc computes the number of iterations by a 64-bit division
   for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
     plan.row_token[row] = plan.row_choice[row] = -1;
   }

@@ -1,20 +1,22 @@
-// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a matrix
-// stays in the registers of a thread, of lanes of a warp or of a block; a larger one is read from memory in every half
-// step (sinkhorn_streamed.h). There are two forms:
-// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Cheaper, but
-//   needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
-// * logarithmic: potentials in units of scores, in double, with exp of differences in every step. Always possible.
+// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
+// matrix stays in the registers of a thread, of lanes of a warp or of a block. A larger one is read from memory in
+// every iteration (sinkhorn_streamed.h). There are two forms:
+// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Takes less
+//   time, but needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
+// * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau
-// changes or sums are prescribed, the scaled kernel runs first and sets a flag for each matrix that needs the
-// logarithmic form. The logarithmic kernel returns at once for the other matrices. Above n = 64 one forward kernel has both forms, and backward is logarithmic.
+// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau changes or
+// sums are prescribed, the scaled kernel runs first, and sets a flag for each matrix that needs the logarithmic form.
+// The logarithmic kernel returns at once for the other matrices. Above n = 64 one forward kernel has both forms, and
+// backward is logarithmic.
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward: sum |dg| never grows on the way back, as columns of B and rows of A (see ops/sinkhorn.py) sum to one. The t
-//   remaining iterations add entries of B and A, each at most 1, times numbers whose sizes sum to at most 2 t sum |dg|.
-//   With w = P * dP, the loop stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
-// The scaled backward is in double; _sinkhorn_scaled.py of backends/triton gives the errors with factors in float.
+// * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows on the
+//   way back. The t iterations that remain add entries of A and B, each at most 1, times numbers whose sizes sum to at
+//   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 sum |P * dP|, which leaves out less than 6e-14 of
+//   sum |P * dP|.
+// The scaled backward is in double; backends/triton/_sinkhorn_scaled.py gives the errors of float.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -23,9 +25,9 @@
 namespace moe {
 namespace {
 
-// The flag of each matrix, in the last 8 bytes of its scratch memory.
+// The flag of each matrix that needs the logarithmic form, in the last 8 bytes of the matrix's scratch memory.
 struct Flags {
-  char* last;      // those 8 bytes of the first matrix; null: all matrices need the logarithmic form
+  char* last;      // the last 8 bytes for the first matrix; null: all matrices need the logarithmic form
   int64_t stride;  // bytes from matrix to matrix
 
   __device__ void put(int64_t matrix, bool flag) const { *reinterpret_cast<int*>(last + matrix * stride) = flag; }
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two saved vectors of each iteration, (iterations, 2, n). Scaled form: u (from n = 9 on) and v. Logarithmic form:
+// Two saved vectors of each iteration, (iterations, 2, n). Scaled form: u (if Team::kEarly) and v. Logarithmic form:
 // column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
 template <class Team>
 struct History {
@@ -146,8 +148,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. A step back through an iteration that computed
-  // u from `before`, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, df = 0, dg = -before (k^T x).
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. Back through an iteration that computed u from
+  // the previous v (w), then v: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
@@ -169,7 +171,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // For small matrices u is computed again: saving it too would double the bytes that are moved.
+    // For small matrices u is computed again: saving it would double the size of the history.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
@@ -313,10 +315,9 @@ using Quad = Team<2, 2, 4, 4>;        // n <= 8
 using HalfWarp = Team<4, 4, 4, 4>;    // n <= 16
 using Warp = Team<8, 4, 4, 8>;        // n <= 32, forward
 using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
-using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which holds two matrices of doubles
+using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, whose matrices of doubles need more registers
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
-// The flags, or none if the scaled form is not used at all.
 Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
   const bool scaled = sums.rows == nullptr && cooling.constant();
   return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};

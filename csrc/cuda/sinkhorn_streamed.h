@@ -1,5 +1,5 @@
-// Sinkhorn's iteration on matrices too large for registers. A block reads its matrix from memory (mostly the L2 cache)
-// in every half step. A warp takes every `warps`-th row; sums along columns are combined in shared memory.
+// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix from memory in every
+// iteration. A warp takes every `warps`-th row. Sums along columns are combined in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // largest n, for which 99 KB of shared memory are enough
+constexpr int kLargest = 1024;       // largest n; needs at most 99 KB of shared memory (sm_86)
 constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
@@ -27,7 +27,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // Shared memory for `partial` limits the number of warps: at n = 1024, 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // Shared memory for `partial` may limit the number of warps: at n = 1024 it is 16 on sm_90, 14 on sm_80, 6 on sm_86.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
@@ -51,7 +51,7 @@ class Streamed {
     for_columns([&](int j) { mine[j] = value; });
   }
 
-  // Calls each(j, total) with each column's values combined over the warps, and sets all partial values to `next`.
+  // Calls each(j, total) with the warps' partial values of column j combined, and sets all partial values to `next`.
   template <class T, class Combine, class Each>
   __device__ void collect(T* partials, Combine combine, T next, Each each) const {
     __syncthreads();
@@ -92,7 +92,7 @@ class Streamed {
     return __syncthreads_or(logarithmic) ? Form::logarithmic : Form::scaled;
   }
 
-  // Computes the potential of row i from g, as anchor (`most`) and logarithm (`log_sum`); see Potentials.
+  // Computes the potential of row i from g: most + tau log_sum. T: the type of exponentials.
   template <class T>
   __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
     most = -infinity();
@@ -109,8 +109,9 @@ class Streamed {
     __syncthreads();
   }
 
-  // One iteration: computes f, then anchor, logs and g. If the sums were within the tolerance already, returns false
-  // and keeps all four. `partial` must be -inf before a call, and is after a call that returned true.
+  // One iteration of Potentials (sinkhorn_tile.h): computes f, then g and its parts, anchor and logs. If all sums are
+  // within the tolerance before the iteration, returns false and keeps all four. `partial` must be -inf before a call,
+  // and is -inf after a call that returned true.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -156,8 +157,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether one of this thread's columns of exp(scores / tau) has a sum that is off by more than the tolerance. Columns
-  // of -inf alone do not count.
+  // Whether the sum of a column of exp(scores / tau), among this thread's columns, is off by more than the tolerance.
+  // Columns of -inf alone do not count.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -173,7 +174,7 @@ class Streamed {
   int64_t start_;
 };
 
-// The scaled form. k (n, n) is in memory; each element is read only by the thread that wrote it.
+// The scaled form. k (n, n) is in global memory; each element is read only by the thread that wrote it.
 __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
   float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
   float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
@@ -214,7 +215,7 @@ __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float
 __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_kernel(Matrices scores,  // (B, n, n)
                              void* p,          // (B, n, n)
-                             float* k,         // (B, n, n) scratch; p if that is float32
+                             float* k,         // (B, n, n): p if p is float32, else scratch
                              Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
   const Streamed s(shared, scores, sums, n);
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_bwd_kernel(Matrices grad,     // (B, n, n)
                                  Matrices scores,   // (B, n, n)
                                  void* dscores,     // (B, n, n)
-                                 double* scratch,   // (B, stride): column anchors and logs (iterations, 2, n), dS (n, n)
+                                 double* scratch,   // (B, stride): anchor and logs (iterations, 2, n), dS (n, n)
                                  int64_t stride, Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
   const Streamed s(shared, scores, sums, n);

@@ -1,4 +1,5 @@
-// A matrix in the registers of a team of threads, a tile in each thread, and reductions along its rows and columns.
+// Team keeps a matrix in the registers of its threads, a tile in each, and reduces along rows and columns. Scaled and
+// Potentials are the two forms of Sinkhorn's iteration (sinkhorn.cu) on such a matrix of scores S.
 #pragma once
 
 #include <cmath>
@@ -13,12 +14,12 @@
 namespace moe {
 namespace {
 
-// In the scaled form, rows of scores / tau have a range (maximum - minimum) below this limit. Scaling vectors are at most
-// exp(range), so they and their products are normal numbers.
+// In the scaled form, rows of scores / tau have a range (maximum - minimum) below this limit, so that k and the scaling
+// vectors (at most exp(range)) are normal numbers of the type.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
-constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
+constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
 
-enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, and all results are NaN
+enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
 struct Add {
   template <class T>
@@ -53,7 +54,7 @@ __device__ __forceinline__ void put(void* to, int dtype, int64_t at, float value
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double finite(double most) { return most > -1e300 ? most : 0.0; }
 
-// y = exp(x) in the type in which it is summed; x is a difference that was computed in double.
+// y = exp(x) in the type of y. x is a double because it is a difference of large numbers.
 __device__ __forceinline__ void exponential(double x, float& y) { y = expf(static_cast<float>(x)); }
 __device__ __forceinline__ void exponential(double x, double& y) { y = exp(x); }
 
@@ -63,13 +64,11 @@ struct Matrices {
   int64_t stride_batch, stride_row;
   int dtype;
 
-  // Whether it can be read in pieces of four float32.
   bool in_vectors(int64_t n) const {
     return dtype == float32 && n % 4 == 0 && stride_batch % 4 == 0 && stride_row % 4 == 0 && is_aligned(data, 16);
   }
 };
 
-// Prescribed sums of rows and columns, their tolerance and their gradients.
 struct Sums {
   const double *rows, *columns;  // (B, n); null: all one, without tolerance and gradients
   double tolerance;              // negative: none
@@ -82,12 +81,12 @@ struct Sums {
   __device__ double per_row(double x, int i) const { return prescribed() && i < n ? x / rows[start + i] : x; }
   __device__ double per_column(double x, int j) const { return prescribed() && j < n ? x / columns[start + j] : x; }
 
-  // Difference from the prescribed sum. Row i has `ratio` times its prescribed sum, column j has the sum `total`.
+  // The error of a sum, if row i has `ratio` times its prescribed sum, or column j has the sum `total`.
   __device__ double row_error(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_error(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients; one thread writes each. f contains -tau log(rows), and df is the gradient to f / (last tau). So an
-  // iteration subtracts df / rows times tau / (last tau).
+  // Gradients to the sums; one thread writes each. f contains -tau log(rows), and df is the gradient to f / (last tau).
+  // So each iteration subtracts df / rows times tau / (last tau) from drows; the same holds for columns.
   __device__ void init_row(int i, double d) const {
     if (prescribed() && i < n) drows[start + i] = d;
   }
@@ -102,16 +101,17 @@ struct Sums {
   }
 };
 
-// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each: within a warp, or a
-// whole block.
+// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each. A team is a
+// thread, lanes of a warp, or a whole block.
 template <int ROWS, int COLUMNS, int TILE_ROWS, int TILE_COLUMNS>
 class Team {
  public:
   static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that exchange through shared memory
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that use shared memory
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // stops early; for smaller n a warp has 8 or 32 matrices, and rarely would
+  // Whether the scaled form stops early. For n <= 8 a warp has 8 or 32 matrices, which rarely all stop.
+  static constexpr bool kEarly = kN >= 16;
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TILE_ROWS][TILE_COLUMNS];
@@ -139,7 +139,7 @@ class Team {
     }
   }
 
-  // along_row combines the values of a row, along_columns those of each column. All threads of a row or column get the same bits.
+  // All threads of a row (along_row) or column (along_columns) get the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -157,7 +157,7 @@ class Team {
       for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
     }
     if constexpr (kWarps > 0) {
-      // Consecutive calls alternate between two sets of slots, so one barrier a call is enough (see exchange_warp_sums).
+      // Calls alternate between two sets of slots, so a call needs only one barrier.
       T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * kWarps * kN);
       turn_ ^= 1;
       const int mine = lane_ % COLUMNS * COUNT;
@@ -174,14 +174,14 @@ class Team {
     }
   }
 
-  // Over the whole matrix.
   __device__ double sum(double value) {
     double total[1] = {along_row(value, Add())};
     along_columns(total, Add());
     return total[0];
   }
 
-  // Whether `value` is true in any thread. Only this warp votes, so threads of one column must have the same `value`.
+  // Whether `value` is true in any thread of the team. `value` must be the same in all threads of a column, since only
+  // the threads of this warp vote. A warp has threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -190,7 +190,7 @@ class Team {
     return most[0];
   }
 
-  // Elements outside the matrix become `other`.
+  // Sets elements outside the matrix to `other`.
   __device__ void read(const Matrices& from, bool vectorized, int n, float other, Tile& tile) const {
     const int64_t start = matrix * from.stride_batch + row * from.stride_row + column;
 #pragma unroll
@@ -232,9 +232,9 @@ class Team {
     }
   }
 
-  // The form for this matrix: scaled if tau is constant and every row of S / tau has a range below `limit`.
+  // Scaled if tau is constant and every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
-    float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and whether an element is NaN or +inf
+    float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
     for (int a = 0; a < TILE_ROWS; a++) {
       float high = -infinity(), negated_low = -infinity();
@@ -261,8 +261,8 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double: in float, k would
-// have an error of 60 units in the last place. Padding has k = 0, u = 0, and, after the first iteration, v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double, then rounded to T.
+// Padding has k = 0, u = 0, and, after the first iteration, v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
@@ -281,7 +281,7 @@ struct Scaled {
     for (int b = 0; b < Team::kTileColumns; b++) v[b] = T(1);
   }
 
-  // One iteration; false if it changed no bit of v (checked only with Team::kEarly).
+  // One iteration. With Team::kEarly, returns whether it changed v, else true.
   __device__ bool iterate(Team& team) {
     T before[Team::kTileColumns];
 #pragma unroll
@@ -322,9 +322,9 @@ struct Scaled {
   __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
 };
 
-// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the maximum of
-// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau) / prescribed sum). The parts are
-// stored apart because 1 / tau would magnify the rounding of f. T: the type in which exponentials are summed.
+// P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is
+// the maximum of S - g over the row, row_log = log(sum of exp((S - g - row_anchor) / tau) / prescribed sum). The parts
+// are stored apart because 1 / tau would magnify the rounding of f. T: the type in which a thread sums exponentials.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
@@ -333,9 +333,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums were within the tolerance already, returns false and keeps f, g and the parts of g. The
-  // change of f gives the row sums before the iteration. Column sums are right, except for rounding, from the second
-  // iteration on.
+  // One iteration. If all sums are within the tolerance before it, returns false and keeps f, g and the parts of g. The
+  // row sums before the iteration follow from the change of f. Column sums are checked in the first iteration only: an
+  // iteration makes them right, except for rounding.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -396,7 +396,7 @@ struct Potentials {
     }
   }
 
-  // An element of the matrix after the row step (g is still that of the iteration before), and after the column step.
+  // An element of P after the row step, for which g must be that of the iteration before, and after the column step.
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
@@ -407,7 +407,7 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest difference of a column sum of exp(scores / tau) from the prescribed sum, without columns of -inf alone.
+  // Largest error of the sums of this thread's columns of exp(scores / tau). Columns of -inf alone do not count.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

@@ -1,5 +1,5 @@
-// The top-k gate. A warp takes a token. For up to 1024 experts it reads each logit once and keeps it in a register, as an
-// integer (Logit). Each choice is a reduction over the warp, to the largest logit left and the lowest expert that has it.
+// The top-k gate. A warp takes a token. For up to 1024 experts each logit is read once and kept as an integer (Logit).
+// Each choice is a reduction over the warp to the largest logit left, and to the lowest expert that has this logit.
 #include <cmath>
 #include <type_traits>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTokens = 4;  // tokens of a block, a warp for each
 
-// A rank is an integer in the order of the logits: -0 and +0 have one rank, and so has every NaN, above all others.
+// A rank is an integer in the order of the logits. -0 and +0 have the same rank, all NaNs the same highest rank.
 template <class T>
 struct Logit {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -37,8 +37,8 @@ struct Logit {
 constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
 // The ranks of a row. A lane has SLOTS neighbouring experts if SLOTS is 4 or 8, else every 32nd expert. With SLOTS > 0
-// ranks stay in registers, with SLOTS = 0 logits are read for every choice. Ranks past the end of the row are those of
-// -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
+// ranks stay in registers, with SLOTS = 0 logits are read for every choice. Experts past the end of the row have
+// the rank of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
@@ -49,7 +49,7 @@ struct Ranks {
   int num_experts, lane;
   int32_t resident[SLOTS ? SLOTS : 1];
 
-  // vectorized: four neighbours may be read as one vector.
+  // vectorized: four neighbouring logits may be read as one vector.
   __device__ Ranks(const Bits* logits, int num_experts, int lane, bool vectorized)
       : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
     if constexpr (kNeighbours) {
@@ -97,12 +97,12 @@ struct alignas(8) Choice {
   int expert;
 };
 
-// Packed, Sorted and Searched give the choices of a row, best first. In Packed and Sorted each lane sorts its own logits;
-// next() takes the best of the 32 first elements and removes it from its list. One lane writes it as a Kept, which
-// choice() decodes.
+// Packed, Sorted and Searched give the choices of a row, best first: next() writes the next choice as a Kept, which
+// choice() decodes. In Packed and Sorted each lane sorts its own logits into a list. next() takes the best head of the
+// 32 lists, and removes this head from the list of its lane.
 //
-// Packed is for 16-bit logits. A key has the rank in the upper half and 0xffff - expert in the lower half, so no two keys
-// are equal.
+// Packed is for 16-bit logits. A key has the rank in the upper half and 0xffff - expert in the lower half, so no two
+// keys are equal.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -129,8 +129,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of equal ranks the lowest lane's is taken. All but the head of a list is in shared memory, so that
-// removing the head increments a pointer. In registers every element would move.
+// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. All but the head of a list is in
+// shared memory: removing the head then only increments a pointer. In registers every element would move.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -171,7 +171,7 @@ struct Sorted {
   __device__ static Choice choice(Kept kept) { return kept; }
 };
 
-// For more than 8 logits a lane: searches all logits for each choice, the best one after the choice before.
+// For more than 8 logits a lane: next() searches all logits for the best one that comes after the previous choice.
 template <class T, int SLOTS>
 struct Searched {
   using Kept = Choice;
@@ -181,7 +181,7 @@ struct Searched {
 
   __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
   __device__ void next(Kept* kept) {
-    Choice best{kLowest, 0};  // in the loop best.expert is the expert less `lane`, a constant in each slot
+    Choice best{kLowest, 0};  // in the loop, best.expert is the expert minus `lane`, a constant for each slot
     const int last_expert = last.expert - ranks.lane;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
@@ -201,11 +201,11 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane, 12 blocks (48 warps) per SM: with 64 warps, of 32 registers a thread, ptxas would spill.
+// With 8 logits a lane: 12 blocks (48 warps) per SM. With 64 warps (32 registers a thread) ptxas would spill.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
-                     int64_t stride,                         // elements from token to token
+                     int64_t stride,
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first, bool vectorized) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 
   constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // the loop's condition takes 3 instructions
   List choices(ranks, shared[warp]);
-  typename List::Kept* const kept = found[warp];  // 32 choices at a time, for each lane to compute one weight
+  typename List::Kept* const kept = found[warp];  // up to 32 choices; each lane computes the weight of one
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 #pragma unroll 1
     for (; more > 0; more--) choices.next(to++);
     __syncwarp();
-    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // a NaN if there is one: all weights are NaN
+    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if any logit is: all weights are NaN
     if (lane < count) {
       const Choice mine = List::choice(kept[lane]);
       share = expf(Logit<T>::value(mine.rank) - highest);
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   }
   sum = warp_sum(sum);
   if (lane < left) *weights = share / sum;
-  for (; left < k; left += kWarpSize) weights -= kWarpSize, *weights /= sum;  // each lane its own
+  for (; left < k; left += kWarpSize) weights -= kWarpSize, *weights /= sum;  // a lane reads what it wrote
 }
 
 template <class T>
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                          const float* weights,    // (T, K)
                          const int32_t* experts,  // (T, K)
                          const T* logits,         // (T, E), or nullptr: softmax of the chosen logits only
-                         int64_t stride,          // elements from token to token
+                         int64_t stride,
                          T* dlogits,              // (T, E)
                          int64_t tokens, int num_experts, int k) {
   const int lane = threadIdx.x % kWarpSize;
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
 
   // The probability of expert e is w_0 exp(z_e - z_0), with the logit z_0 and the weight w_0 of the first choice. The
   // difference is rounded once, however large the logits are.
-  const bool dense = logits != nullptr;  // then k > 0: the library launches nothing for k = 0
+  const bool dense = logits != nullptr;  // then k > 0: moe_kernels/library/topk_gate.py does not call this for k = 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {

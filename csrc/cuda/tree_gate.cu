@@ -1,7 +1,6 @@
-// The tree gate after its matrix products. tree_gate_lanes.h (forward) and tree_gate_warp.h (backward) keep trees of
-// some sizes in registers (by_lanes, by_leaves). The kernels here, for all other calls, keep one tree at a time in
-// shared memory, and up to 32 lanes take a token. They compute the nodes' probabilities level by level from the root;
-// backward also sums the leaves' gradients level by level up to the root.
+// The tree gate after its matrix products. The kernels of this file keep one tree at a time in shared memory and go
+// through it level by level; up to 32 lanes take a token. Trees of some sizes (by_lanes, by_leaves) are kept in
+// registers instead, by the kernels of tree_gate_lanes.h (forward) and tree_gate_warp.h (backward).
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -23,13 +22,12 @@ constexpr int kThreads = 128;        // of a block
 constexpr int kBlocks = 4;           // per SM: without this bound the compiler takes 56 registers and spills
 constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory forward
 
-// Floats of a token in shared memory: even, so that pairs of every heap are aligned.
+// Floats of a token in shared memory: an even number, so that `children` are aligned in every heap.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
-// The heap's entries 2m and 2m + 1.
 __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2*>(heap)[m]; }
 
-// The lanes of a token, neighbours in a warp.
+// The lanes that share a token: `count` neighbours in a warp.
 struct Lanes {
   int count, index;
 
@@ -42,7 +40,7 @@ struct Lanes {
   }
 };
 
-// heap[m] = probability of reaching node m, for all but the root.
+// Sets heap[m] to the probability of reaching node m (numbered as in moe/tree.cuh), for all nodes but the root.
 template <class T>
 __device__ void reach(float* heap,            // (2E)
                       const T* split_logits,  // (E - 1)
@@ -51,7 +49,7 @@ __device__ void reach(float* heap,            // (2E)
     const Split split(widen(split_logits[m - 1]), step);
     children(heap, m) = {reached * split.left(), reached * split.right()};
   };
-  // Levels with fewer nodes than a warp has lanes: first the branch probabilities of all of them, then their products.
+  // Levels of fewer than 32 nodes: first all their branch probabilities, then the products, level by level.
   const int top = min(kWarpSize, tree.num_experts);
   lanes.share(1, top, [&](int m) { descend(m, 1.0f); });
   for (int first = 4; first < 2 * top; first *= 2) {
@@ -74,12 +72,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float *const heap = heaps + local_token * room(3, num_experts), *const sums = heap + 2 * num_experts;
   const int64_t global_token = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + local_token;
-  const bool in_range = global_token < tokens;  // other lanes repeat the last token: a warp needs all its lanes
+  const bool in_range = global_token < tokens;  // other lanes repeat the last token: barriers need all lanes
   const int64_t token = in_range ? global_token : tokens - 1;
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;  // largest logit of this lane's leaves that count; `sums` are divided by exp(highest)
+  float highest = -FLT_MAX;  // largest logit of this lane's leaves that count; `sums` have the factor exp(-highest)
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;
@@ -104,8 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   lanes.share(0, in_range ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
-// Over the leaves added so far: largest logit, and sums of weight * exp(logit - highest) (total), and of that times
-// grad (dot).
+// Of the added leaves: largest logit, sum of the terms weight * exp(logit - highest), and sum of the terms times grad.
 struct Softmax {
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
 
@@ -167,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // A weight that counts is at least the smallest normal number, and so is the total, so `share` is finite. share *
+        // A weight that counts is at least the smallest normal number. So is the total, and `share` is finite. share *
         // grad may overflow; v * share * grad does not.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
@@ -194,7 +191,6 @@ dim3 blocks_of(int64_t tokens, int64_t of_block) {
 
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
-// Launches a kernel of this file; each token has `vectors` floats for each expert in shared memory.
 template <class Kernel, class... Arguments>
 cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_trees, int64_t num_experts,
                         const SmoothStep& step, const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
@@ -207,7 +203,7 @@ cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num
                 static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
 }
 
-// Calls with(LEAVES, LANES) if lanes can keep the trees in registers, mostly 32 bytes of leaves each; else without().
+// Calls with(LEAVES, LANES) if LANES lanes can keep a tree in registers, LEAVES leaves each; else without().
 template <class T, class With, class Without>
 cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   constexpr std::integral_constant<int, 32 / sizeof(T)> leaves;
@@ -220,13 +216,13 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // For sizes that the next two lines leave out, a lane would have both deep and shallow leaves.
+  // Without these conditions on E, a lane could have both deep and shallow leaves.
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();
 }
 
-// Calls with(LEAVES) if a warp can keep the trees in registers, LEAVES leaves a lane; else without().
+// Calls with(LEAVES) if a warp can keep a tree in registers, LEAVES leaves in each lane; else without().
 template <class T, class With, class Without>
 cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   for (const void* each : pointers) {

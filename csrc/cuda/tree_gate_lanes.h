@@ -1,9 +1,10 @@
-// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so a warp has 32 / LANES tokens. A lane
-// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. It also computes every branch on
-// the path from the tree's root to the subtree: 8 instructions a node, and no shuffle.
+// The forward pass of the tree gate for trees of 8 to 1024 leaves (by_lanes in tree_gate.cu). LANES lanes take a token.
+// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane. The lane also
+// computes all branches on the path from the tree's root to this subtree, without shuffles.
 //
-// If E is not a power of two, the shallow leaves become nodes that always go left; to their right is a leaf of
-// probability 0 without an expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
+// If E is not a power of two, a leaf of the upper level (shallow) becomes a node that always goes left, to the leaf of
+// the expert. The right child has probability 0 and no expert. The leaves of a lane are all deep or all shallow, since
+// LEAVES divides 2E.
 #pragma once
 
 #include <cfloat>
@@ -26,7 +27,7 @@ __device__ __forceinline__ float decay(float x) {
 
 constexpr int depth_of(int leaves) { return leaves == 1 ? 0 : 1 + depth_of(leaves / 2); }
 
-// A lane's subtree, at the same place in every tree. Its nodes count from 1, leaf i is node LEAVES + i.
+// A lane's subtree, at the same place in every tree. Its nodes are numbered from 1; leaf i is node LEAVES + i.
 template <class T, int LEAVES, int LANES>
 struct Branch {
   static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);
@@ -35,7 +36,7 @@ struct Branch {
   int root;       // node of the tree that is the subtree's root
   int first;      // expert of the first leaf
   bool shallow;   // only every second leaf has an expert
-  float sign[kAbove + 1];  // for the ancestors of `root`, upwards: -1 if the path to `root` goes right there, else 1
+  float sign[kAbove + 1];  // for each ancestor of `root`, from the parent up: -1 if `root` is to its right, else 1
 
   __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
     const int deep = 2 * num_experts - kFull;
@@ -58,7 +59,7 @@ struct Branch {
 #pragma unroll
       for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
     }
-    float prob[2 * LEAVES];  // of reaching a node
+    float prob[2 * LEAVES];  // probabilities of reaching the subtree's nodes
     prob[1] = 1.0f;
 #pragma unroll
     for (int i = kAbove - 1; i >= 0; i--) prob[1] *= smooth(step.share(step.clamp(above[i]) * sign[i]));
@@ -73,15 +74,13 @@ struct Branch {
   }
 
  private:
-  // Index of node m of the subtree in split_logits.
   __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : m < 16 ? 8 : 16;  // the first node of m's level
     return root * level + m - level - 1;
   }
 };
 
-// The elements of a lane's experts in a row that starts at a multiple of 16 bytes. For a leaf without an expert read
-// gives 0, and write does nothing.
+// Reads and writes the elements of a lane's experts. Leaves without an expert are read as 0 and not written.
 template <class T, int LEAVES>
 struct LeafRow {
   using Half = Neighbours<T, LEAVES / 2>;
@@ -110,7 +109,7 @@ struct LeafRow {
 };
 
 constexpr int kLaneThreads = 128;  // of a block
-// Blocks per SM; 0 is no bound. With 32 leaves a lane, the compiler would spill to fit a fourth block.
+// Blocks per SM, or 0 for no bound. With 32 leaves a lane, the compiler would spill to fit a fourth block.
 constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
@@ -123,12 +122,12 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   using Row = LeafRow<T, LEAVES>;
   const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
   const int64_t global_token = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
-  const bool in_range = global_token < tokens;  // other lanes repeat the last token: a warp needs all its lanes
+  const bool in_range = global_token < tokens;  // other lanes repeat the last token: shuffles need all lanes
   const int64_t token = in_range ? global_token : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  // highest: largest logit of this lane's leaves that count; sums: divided by exp(highest)
+  // highest: largest logit of this lane's leaves that count; `sums` have the factor exp(-highest)
   float highest = -FLT_MAX, sums[LEAVES] = {};
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];

@@ -1,6 +1,6 @@
-// The backward pass of trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds the subtree below
-// node 32 + lane, which has LEAVES leaves, and node `lane` of the 31 nodes above the subtrees. Shuffles pass
-// probabilities down and sums up.
+// The backward pass of the tree gate for trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds
+// the subtree of LEAVES leaves whose root is node 32 + lane. Lanes 1 to 31 also hold node `lane`, above the subtrees.
+// Shuffles exchange probabilities from parent to child and sums from child to parent.
 #pragma once
 
 #include <cfloat>
@@ -20,7 +20,7 @@ struct Weighing {
   __device__ bool counts(float v) const { return !(v < least); }  // a NaN counts
 };
 
-// Two numbers of 16 bits, the first in the low half; one instruction converts both.
+// Converts two numbers to 16 bits each with one instruction; the first is in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   uint32_t pair;
@@ -38,8 +38,7 @@ __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   return pair;
 }
 
-// Reads and writes COUNT neighbouring elements in the widest pieces that they fill. Their address must be aligned to a
-// piece.
+// Reads and writes COUNT neighbouring elements as vectors of up to 16 bytes. The address must be aligned to a vector.
 template <class T, int COUNT>
 struct Neighbours {
   static constexpr int kBytes = COUNT * sizeof(T);
@@ -81,18 +80,17 @@ struct Neighbours {
 
 __device__ __forceinline__ float from_lane(float value, int lane) { return __shfl_sync(kAllLanes, value, lane); }
 
-// One tree of one token. Nodes of the lane's subtree count from 1, leaf i is node LEAVES + i.
+// A lane's part of one tree of one token. The nodes of its subtree are numbered from 1; leaf i is node LEAVES + i.
 template <class T, int LEAVES>
 struct Subtree {
   const SmoothStep& step;
   int lane;
   float top;               // split logit of node `lane`; in lane 0 that of node 1, not used
-  float logit[LEAVES];     // split logits of the lane's nodes
-  float prob[2 * LEAVES];  // of reaching a node
+  float logit[LEAVES];     // split logits of the subtree's nodes
+  float prob[2 * LEAVES];  // probabilities of reaching the subtree's nodes
 
   __device__ Subtree(const SmoothStep& step, int lane) : step(step), lane(lane) {}
 
-  // Index of node m of the subtree in split_logits.
   __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
     return (32 + lane) * level + m - level - 1;
@@ -104,12 +102,11 @@ struct Subtree {
     for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
   }
 
-  // Computes the probabilities of the subtree's nodes.
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
-    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to the right one.
-    // `reached`: product of the branches on the path to node `lane`; first the last branch, then two, then up to four.
+    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to the right
+    // one. reached: product of the last one, then two, then all (up to four) branches on the path to node `lane`.
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
@@ -129,14 +126,14 @@ struct Subtree {
   }
   __device__ float leaf(int i) const { return prob[LEAVES + i]; }
 
-  // sums[LEAVES + i]: the gradient to the probability of the lane's leaf i, times that probability.
+  // sums[LEAVES + i]: the gradient to the probability of the lane's leaf i, times this probability.
   __device__ void ascend(float (&sums)[2 * LEAVES], T* dsplit) const {  // (E - 1)
 #pragma unroll
     for (int m = LEAVES - 1; m > 0; m--) {
       narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[split_index(m)]);
       sums[m] = sums[2 * m] + sums[2 * m + 1];
     }
-    // Lane n adds the sums of the children of node n, first for nodes 16 to 31: their children are in lanes 0 to 31.
+    // Lane n adds the sums of the children of node n. The children of nodes 16 to 31 are the subtrees of lanes 0 to 31.
     float mine = sums[1], left = 0.0f, right = 0.0f;
 #pragma unroll
     for (int first = 16; first > 0; first /= 2) {
@@ -170,7 +167,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // Sums over this lane's leaves: total of weight * exp(logit - highest), dot of that times grad.
+  // Of this lane's leaves: sum of the terms weight * exp(logit - highest), and sum of the terms times grad (dot).
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {
@@ -206,7 +203,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // A weight that counts is at least the smallest normal number, and so is the total, so `share` is finite. share *
+        // A weight that counts is at least the smallest normal number. So is the total, and `share` is finite. share *
         // centred may overflow; v * share * centred does not.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;

@@ -1,6 +1,6 @@
-// Finds the likeliest leaf of each tree. A warp takes a token and a tree, goes to the likelier child of each node, and
-// reads only the weights of the nodes that it visits. If the other child has a probability above 0, it goes to a stack
-// with one entry in each lane. It is expanded later if it is then at least as likely as the best leaf.
+// Finds the likeliest leaf of each tree. A warp takes one tree of a token, and goes from each node to the likelier
+// child. The other child is pushed onto a stack if its probability is above 0. A node from the stack is visited only if
+// it is at least as likely as the best leaf so far. Only the weights of visited nodes and of the best leaf are read.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -16,9 +16,8 @@ namespace {
 
 constexpr int kWarps = 8;         // of a block
 constexpr int kBlocks = 2;        // per SM: for more the compiler would spill
-constexpr int kMostTrees = 1024;  // a token then takes 8 KB of shared memory, and a block has one token
+constexpr int kMostTrees = 1024;  // a block then has one token, which takes 8 KB of shared memory
 
-// The products of one token with rows of a weight, plus their biases.
 template <class T, class Vector>
 struct Products {
   const Vector* x;       // (P)
@@ -43,13 +42,12 @@ struct Products {
   }
 };
 
-// A node and the probability of reaching it.
 struct Candidate {
   int node;
   float prob;
 };
 
-// Lane i holds entry i: there is at most one for each level of the tree.
+// Lane i holds entry i. 32 entries suffice: a tree has at most 30 levels of inner nodes, with one entry for each.
 struct Stack {
   Candidate mine{0, 0.0f};
   int size = 0;
@@ -67,7 +65,7 @@ struct Stack {
 struct Descent {
   Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  // Probability of the likeliest node that is not saturated (undecided) or has a NaN logit (unknown).
+  // Largest probability of a visited node that is not saturated (undecided), or that has a NaN logit (unknown).
   float undecided = -1.0f, unknown = -1.0f;
 
   // A node whose logit is NaN goes left.
@@ -100,7 +98,7 @@ struct Descent {
   }
 };
 
-// A softmax over the trees' leaf logits. If several trees chose one expert, the first gets the sum of their weights.
+// A softmax over the trees' leaf logits. The first of several trees with the same expert gets the sum of their weights.
 __device__ void merge_trees(const float* logits,    // (K)
                       const int32_t* chosen,  // (K)
                       float* weights,         // (K)
