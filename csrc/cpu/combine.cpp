@@ -1,5 +1,4 @@
-// Combine and its gradient on the CPU (definition: python_ref/combine.py). Forward adds a token's rows in the order of
-// the token's choices.
+// Combine on the CPU (definition: python_ref/combine.py). A token's rows are added in the order of its choices.
 
 #include "ops.h"
 
@@ -77,7 +76,7 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
 
 }  // namespace
 
-// Returns 1 and writes nothing if an element of slot_row is neither -1 nor in [0, num_rows), else 0.
+// Returns 1 and writes nothing if an element of slot_row is out of range (-1 is not), else 0.
 int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
   if (!within(slot_row, tokens * k, num_rows)) return 1;
@@ -87,8 +86,7 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// Returns 1 and writes nothing if an element of slot_row is neither -1 nor in [0, num_rows), or if
-// expert_offsets[num_experts] is not in [0, num_rows], else 0.
+// Returns 1 and writes nothing if expert_offsets[num_experts] or an element of slot_row is out of range, else 0.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,

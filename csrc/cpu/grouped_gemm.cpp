@@ -1,7 +1,6 @@
-// The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py), its gradients, and the grouped products of
-// expert_mlp's backward and of expert_norms. Bias and activation are applied row by row, while the sums of a row are in
-// the cache. If torch has computed the products (moe_kernels/backends/native/grouped_gemm_cpu.py), they are in
-// `by_torch`.
+// Kernels with grouped products on the CPU (definition of the product: python_ref/grouped_gemm.py). Bias and activation
+// are applied row by row, while the sums of a row are in the cache. If by_torch is not null, it holds the products,
+// computed by torch (moe_kernels/backends/native/grouped_gemm_cpu.py).
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -186,8 +185,7 @@ struct WeightGradient {
   }
 };
 
-// Columns [j, j + count) of a row of pre, as T. A row of a gated activation has `width` gates, then `width` linear
-// parts.
+// Columns [j, j + count) of a row of pre. With a gated activation, a row is `width` gates, then `width` linear parts.
 template <class T>
 struct Chunk {
   const Elements<T>& kind;

@@ -40,8 +40,7 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
-// Row r is x[token[r]], or zeros if token[r] is -1; if `token` is null, row r is x[r]. Rows of x are `stride` elements
-// apart.
+// Row r is x[token[r]], or zeros if token[r] is -1. Without `token` it is x[r]. Rows of x are `stride` elements apart.
 template <class T>
 struct GatheredRows {
   Elements<T> kind;
@@ -81,9 +80,8 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout) = each row of x that belongs to an expert, times the weight (din, dout) of this expert. Element (k, j)
-// of the weight of expert e is at e * stride_e + k * stride_k + j * stride_j. If `by_torch` is not null, it holds the
-// sums, computed by torch.
+// sums (R, dout): the rows of each expert e times its weight (din, dout), with element (k, j) at e * stride_e + k *
+// stride_k + j * stride_j. If `by_torch` is not null, it holds the sums, computed by torch.
 template <class T>
 struct GroupedGemm {
   GatheredRows<T> x;
@@ -148,9 +146,8 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // Returns a Prefetcher for the product of `span`. It prefetches the rows of the span `later`, unless they are
-  // gathered or not contiguous. If stride_j is not 1 and `later` has another expert than `span`, it also prefetches
-  // that expert's weight. depth: number of terms, or pairs of terms, of a sum.
+  // Returns a Prefetcher for the rows of the span `later`, if they are contiguous and not gathered, and for the weight
+  // of its expert, if this is not the expert of `span` and stride_j is not 1.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -193,9 +190,8 @@ struct GroupedGemm {
   // not of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // As multiply, for bfloat16 in pairs of terms (pairs.h). Rows of x are copied first if they are gathered, have an odd
-  // length or stride, or do not start at a multiple of 4 bytes. If `rounded` is not null, it receives the sums in
-  // bfloat16, and `sums` is scratch.
+  // As multiply, for bfloat16 in pairs of terms (pairs.h). If `rounded` is not null, it receives the sums in bfloat16,
+  // and `sums` is scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);

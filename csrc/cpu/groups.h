@@ -42,8 +42,7 @@ struct Groups {
     return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
   }
 
-  // Calls work(thread, span, later) for every span; an expert's rows are split into spans of share_of() rows, and a
-  // last span that may have fewer. later: the span that this thread will probably take next.
+  // Calls work(thread, span, later) for every span. later: the span that this thread will probably take next.
   template <class Work>
   void each_span(int threads, Work work) const {
     const int64_t span = share_of(used(), kSpan, threads);
