@@ -6,8 +6,8 @@
 // more than a key has bits: 40 for float32.
 //
 // Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes the next
-// trials of all rows in vectors, one lane per row. The trials of a row of 100 floats take 25 cycles in all; one row at
-// a time, 130.
+// trials of all rows in vectors, one lane per row. The trials of a row of 100 floats take 25 cycles in all; for one row
+// at a time, 130.
 
 #include "ops.h"
 
@@ -49,8 +49,8 @@ struct Count {
   Key nearest;
 };
 
-// The least key[i] ^ flip that is at least `from`. This is a function, since a reduction into a variable captured by a
-// lambda does not always vectorise.
+// The least key[i] ^ flip that is at least `from`, or the greatest Key if there is none. This is a function, since a
+// reduction into a variable captured by a lambda does not always vectorise.
 template <class Key>
 Key least_from(const Key* key, int64_t n, Key from, Key flip) {
   Key least = std::numeric_limits<Key>::max();

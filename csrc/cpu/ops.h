@@ -1,8 +1,8 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the
 // same name. plan.cpp, expert_mlp.cpp and tree_gate_products.cpp have the functions that CUDA lacks. Differences:
 //
-// * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is CUDA's z. gamma, epsilon and least
-//   are double.
+// * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is CUDA's z.
+// * gamma, epsilon and least are double.
 // * dtype may be float64 and element_size 8. CUDA's float32 arrays are then float64.
 // * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype.
 // * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
