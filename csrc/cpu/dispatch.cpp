@@ -1,5 +1,5 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py). Each token is copied to all of its rows before the next
-// token, so that it is read from memory at most once.
+// Dispatch on the CPU (definition: python_ref/dispatch.py). A token is copied to all of its rows in turn, so that it is
+// read from memory at most once.
 
 #include "ops.h"
 

@@ -1,6 +1,5 @@
 // Kernels with grouped products on the CPU (definition of the product: python_ref/grouped_gemm.py). Bias and activation
-// are applied row by row, while the sums of a row are in the cache. If by_torch is not null, it holds the products,
-// computed by torch (moe_kernels/backends/native/grouped_gemm_cpu.py).
+// are applied row by row, while the sums of a row are in the cache. by_torch: products by torch, or null.
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -21,7 +20,6 @@ constexpr int64_t kChunk = 256;  // columns of a row converted at a time, in a b
 constexpr int64_t kPairedRows = 8;  // rows paired at a time: reusing their cache lines takes 0.93 of the time
 constexpr int64_t kBlock = 132;  // most rows of dW in a block: the least multiple of kTileRows from 128 on
 
-// Sets rows `used` to `rows` - 1 of `out` to zero. A row has `bytes` bytes.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
   if (out != nullptr && bytes > 0 && rows > used)
     std::memset(static_cast<char*>(out) + used * bytes, 0, size_t((rows - used) * bytes));
@@ -56,8 +54,8 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// For each expert e: dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time, and dbias_e, the sum of row_weight_r
-// grad_r over its rows r.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time, and dbias_e, the sum of row_weight_r grad_r over its rows
+// r.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;
@@ -71,8 +69,7 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // Scratch of a thread: a panel of `depth` rows (or pairs of rows) of grad, kBlock columns of the same rows of x,
-    // and kBlock rows of dW.
+    // Scratch: a panel of rows (or pairs of rows) of grad, kBlock columns of the same rows of x, and kBlock rows of dW.
     const int64_t depth = kind.in_pairs ? kPairDepth : kDepth;
     const Scratch<T> scratch(threads, depth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
@@ -200,7 +197,6 @@ struct Chunk {
     up = act.gated ? kind.read(pre + (width + j) * kind.size, room[1], count) : nullptr;
   }
 
-  // dpre = grad act'(pre)
   void backward(const T* grad, char* dpre) {
     char *to = dpre + j * kind.size, *to_up = to + width * kind.size;
     if (kind.same_type) return act.slope(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to_up), grad, gate, up, count);
@@ -226,7 +222,7 @@ T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   return dot;
 }
 
-// For each row of an expert, with a = dy W_out^T (dy: the row of gemm.x), h = act(pre) and w = row_weight: dpre = w a
+// For each row of an expert, with h = act(pre), w = row_weight, a = dy W_out^T and dy, the row of gemm.x: dpre = w a
 // act'(pre), weighted = w h, drow_weight = <h, a> + <b_out, dy>.
 template <class T>
 void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
@@ -306,7 +302,6 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
   }
 }
 
-// A GroupedGemm<T> of the arguments MOE_GROUPED_GEMM_ARGS (ops.h).
 #define MOE_GROUPED_GEMM(T)                                                                                         \
   GroupedGemm<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
@@ -316,8 +311,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets does not ascend from 0 to at most `rows`, or an
-// element of row_token is neither -1 nor in [0, tokens), else 0.
+// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets or row_token is out of range, else 0.
 int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;

@@ -61,13 +61,11 @@ struct GatheredRows {
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
   }
 
-  // Sets prefetcher.lines[at] and lines[at + 1] to `count` columns of the bfloat16 rows from `first` on. Does nothing
-  // if rows are gathered.
   void prefetch_pairs(Prefetcher& prefetcher, int at, int64_t first, int64_t column, int64_t count) const {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // The memory of `rows` rows from `first` on, for a Prefetcher; empty if rows are gathered or not contiguous.
+  // Memory of `rows` rows from `first` on, to prefetch; empty if rows are gathered or not contiguous.
   Prefetcher::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
@@ -123,9 +121,9 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel that follows the one with terms from k on and columns from j on: the next terms of the same
-  // columns, else the first terms of the next columns, else, if the span `later` has another expert, the first panel of
-  // that expert's weight. rows_of_step: 2 for pairs of terms, else 1.
+  // Prefetches the panel after that of terms k and columns j: the next terms of the same columns, else the next
+  // columns, else the first panel of the weight of the span `later`, if its expert differs. rows_of_step: 2 for pairs,
+  // else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -190,8 +188,8 @@ struct GroupedGemm {
   // not of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // As multiply, for bfloat16 in pairs of terms (pairs.h). If `rounded` is not null, it receives the sums in bfloat16,
-  // and `sums` is scratch.
+  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it receives the sums, and `sums` is
+  // scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);

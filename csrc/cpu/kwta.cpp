@@ -5,9 +5,8 @@
 // interpolation, then from bisection. A row of normally distributed values takes 3 to 5 counts, any row at most about 8
 // more than a key has bits: 40 for float32.
 //
-// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes the next
-// trials of all rows in vectors, one lane per row. The trials of a row of 100 floats take 25 cycles in all; for one row
-// at a time, 130.
+// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all next
+// trials in vectors, one lane per row: 25 cycles in all for a row of 100 floats; for one row at a time, 130.
 
 #include "ops.h"
 
@@ -41,8 +40,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: the number of a row's keys at or above a trial key. nearest: a new bound of the threshold, at or above the
-// trial if count > k, else below the trial.
+// count: keys at or above a trial. nearest: a new bound of the threshold, from the trial on if count > k, else below
+// it.
 template <class Key>
 struct Count {
   int64_t count;
@@ -91,8 +90,7 @@ class Keys {
     return {count, Key(count > k ? t : t - 1)};
   }
 
-  // nearest: the row's least key from t on if count > k, else its greatest key below t. If many keys are equal, such
-  // bounds end the search early.
+  // nearest: the row's least key from t on, or its greatest below t. Such bounds end a search among equal keys early.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
     // Flipping all bits reverses the order of keys: in both cases `nearest` is the least flipped key from `from` on.
@@ -329,8 +327,8 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // The search uses integers of the size of its floats, so that vectors of both have the same lanes, unless n is too
-    // large for int32.
+    // Integers of the search have the size of its floats, so that vectors of both have as many lanes, unless n needs
+    // int64.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -25,18 +25,17 @@
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
-// A product of rows with the weights (E, din, dout) of their experts. Element (e, k, j) is weight[e * stride_e + k *
-// stride_k + j * stride_j]; stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, it holds the product,
-// computed by torch; the kernel may overwrite it.
+// Products of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
+// stride_k + j * stride_j], and stride_k or stride_j is 1. by_torch (rows, dout): products by torch, may be
+// overwritten; or null.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
 // Products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for
-// branches (subtrees, see tree_gate_products.cpp) and the tokens that reach them according to tree_reach. Backward
-// reads the gradients of the logits from split_logits and leaf_logits. dtype is float32 or float64; scratch_stride
-// counts elements.
+// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found. Backward reads the gradients of the
+// logits from split_logits and leaf_logits. dtype is float32 or float64; scratch_stride counts elements.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \

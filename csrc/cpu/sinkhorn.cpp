@@ -5,10 +5,9 @@
 // parts (Part). A packed part has one matrix for each lane; otherwise group and part are one matrix.
 //
 // The iteration has three forms: scaling exp(S / tau) by vectors, in float or in double (sinkhorn_scaled.h;
-// sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h). Prescribed sums, a tolerance or a tau that
-// changes need potentials. Otherwise each matrix takes the cheapest form that the range and type of its scores and tau
-// allow. The backward of both scaled forms is in double, that of potentials follows the equations of
-// moe_kernels/ops/sinkhorn.py.
+// sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
+// Prescribed sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form
+// that tau, the range and the type of its scores allow. The backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -59,7 +58,6 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
   return sums;
 }
 
-// Computes, in T, the matrices of a group that have the scaled form `form`.
 template <class T, bool packed, class Wide, class Forms>
 void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form form, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;

@@ -31,7 +31,6 @@ inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> tota
 // `most`, or 0 if it is not above the lowest finite double: a maximum of -inf becomes 0.
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// Prescribed row and column sums of a part's matrices, the gradients of these sums, and the tolerance.
 template <bool packed>
 struct Sums {
   RowValues<packed, double> rows, drows;
@@ -97,8 +96,8 @@ struct Potentials {
     }
   }
 
-  // Logarithms of elements of the matrix after the row step of the iteration, and after its column step. g_before: g
-  // before the iteration.
+  // Logarithm of the matrix after the iteration's row step (g_before: g before the iteration), and after its column
+  // step.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -108,8 +107,7 @@ struct Potentials {
   }
 };
 
-// The largest difference between a column sum of exp(score / tau), the matrix before any iteration, and the prescribed
-// sum. A column of -inf counts as a difference of 0.
+// Largest difference of a column sum of exp(score / tau) from the prescribed sum. A column of -inf counts as 0.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -125,9 +123,8 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets p.updated: 1 if the previous iteration updated the matrix and left a sum off by more than the tolerance. The
-// errors of row sums follow from the change of row potentials. Column sums can be wrong only before the first
-// iteration.
+// Sets p.updated: 1 if the previous iteration updated the matrix and left a sum off by more than the tolerance. Errors
+// of row sums follow from the change of f. Column sums can be wrong only before the first iteration.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -188,8 +185,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
   }
 }
 
-// Computes state(t) from state(t - 1) until all iterations are done or the last one updated no matrix. Returns the
-// number of iterations done.
+// Iterates until all iterations are done or the last one updated no matrix. Returns the number of iterations done.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
   state(-1).clear(part.n, part.width());

@@ -47,8 +47,8 @@ class Arena {
   char* room_;
 };
 
-// The sum and the maximum of a row, from those of each lane in v. If packed, each lane has another matrix, and v is the
-// result. Else all lanes are reduced to one value.
+// Sum and maximum of a row, from those of each lane in v. If packed, lanes have different matrices, and v is the
+// result.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });

@@ -30,8 +30,7 @@ struct Step {
   }
 };
 
-// A tree is a heap: node 0 is the root, and node i has the children 2 i + 1 and 2 i + 2. Returns the first node of the
-// level of `node`.
+// A tree is a heap with root 0: node i has children 2 i + 1 and 2 i + 2. Returns the first node of the level of `node`.
 inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
 
 // Leaves are nodes E-1 to 2E-2. Experts are the leaves from left to right, so those of the deepest level come first.

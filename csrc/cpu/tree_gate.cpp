@@ -54,8 +54,7 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Computes `prob`, and prefetches the next token's rows: these are too short for the hardware's prefetcher, and
-  // waiting for them would take a quarter of the time.
+  // Computes `prob`, and prefetches the next token's short rows: waiting for them would take a quarter of the time.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;

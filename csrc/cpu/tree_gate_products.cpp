@@ -25,14 +25,14 @@ constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
 
-// A tile of a product is kRows x 2 vectors, since two AVX-512 vectors of float hold a branch. It has as many sums as a
-// tile of moe/tiles.h.
+// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. It has as many sums as a tile of
+// moe/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
 
-// Element (i, j) of a matrix is at[i * row + j * column]. If `rows` is not null, rows[i] replaces i; if `columns` is
-// not null, columns[j] replaces j.
+// Element (i, j) is at[i * row + j * column]. If `rows` or `columns` is not null, rows[i] or columns[j] replaces i or
+// j.
 template <class T>
 struct Matrix {
   T* at;
@@ -43,8 +43,8 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on, or fewer if `rows` ends before, of c (rows, columns) = a b, or c += a b if `more`. b
-// (depth, kWidth) is packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be gathered. If `gathered`, so may
-// its columns, and a is prefetched instead of `lines`.
+// (depth, kWidth) is packed. Rows of a may be gathered; if `gathered`, so may columns, and a is prefetched, not
+// `lines`.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -80,8 +80,8 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. The tokens that reach a branch are token[offsets[number]] up to
-// token[offsets[number + 1] - 1], in ascending order.
+// Branch b of tree k has number k << levels | b. The tokens that reach it are in `token`, ascending, from
+// offsets[number] on.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -133,7 +133,6 @@ struct Products {
   static constexpr int64_t panel = kWidth<T>;
   int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // elements for a branch
 
-  // Calls work(number, scratch of the thread) for each number below `count`.
   template <class Work>
   void share(int64_t count, Work work) const {
     std::atomic<int64_t> next{0};
@@ -158,8 +157,8 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for every branch that tokens of a block reach: token[0] to token[rows -
-  // 1].
+  // Calls work(number, token, rows, prefetcher) for each branch reached in the block; token: the `rows` tokens that
+  // reach it.
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
@@ -294,7 +293,6 @@ void reach(const T* split, int64_t stride_token, int64_t stride_tree, double gam
   }
 }
 
-// A Products<T> of the arguments MOE_TREE_PRODUCTS_ARGS (ops.h).
 #define MOE_PRODUCTS(T)                                                                                       \
   Products<T> {                                                                                               \
     {trees, experts, levels, offsets, token}, tokens, dim,                                                            \
