@@ -54,8 +54,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time, and dbias_e, the sum of row_weight_r grad_r over its rows
-// r.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time; dbias_e, the sum of row_weight_r grad_r over the rows of e.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;

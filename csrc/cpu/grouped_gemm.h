@@ -122,8 +122,7 @@ struct GroupedGemm {
   }
 
   // Prefetches the panel after that of terms k and columns j: the next terms of the same columns, else the next
-  // columns, else the first panel of the weight of the span `later`, if its expert differs. rows_of_step: 2 for pairs,
-  // else 1.
+  // columns, else the first panel of the weight of `later`, if its expert differs. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -188,8 +187,7 @@ struct GroupedGemm {
   // not of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it receives the sums, and `sums` is
-  // scratch.
+  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it gets the sums, and `sums` is scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);

@@ -40,8 +40,7 @@ struct Winners {
   int64_t ties;
 };
 
-// count: keys at or above a trial. nearest: a new bound of the threshold, from the trial on if count > k, else below
-// it.
+// count: keys at or above a trial. nearest: a new bound of the threshold, from the trial on if count > k, else below.
 template <class Key>
 struct Count {
   int64_t count;
@@ -327,7 +326,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // Integers of the search have the size of its floats, so that vectors of both have as many lanes, unless n needs
+    // Integers of the search have the size of its floats, so that vectors of both have as many lanes; a large n needs
     // int64.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);

@@ -26,8 +26,7 @@
 // clang-format on
 
 // Products of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
-// stride_k + j * stride_j], and stride_k or stride_j is 1. by_torch (rows, dout): products by torch, may be
-// overwritten; or null.
+// stride_k + j * stride_j]; stride_k or stride_j is 1. by_torch: null, or products by torch, which may be overwritten.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \

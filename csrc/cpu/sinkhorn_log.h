@@ -96,8 +96,7 @@ struct Potentials {
     }
   }
 
-  // Logarithm of the matrix after the iteration's row step (g_before: g before the iteration), and after its column
-  // step.
+  // Log of the matrix after the row step of an iteration, and after its column step. g_before: g before the iteration.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }

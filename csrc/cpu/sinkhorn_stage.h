@@ -47,8 +47,7 @@ class Arena {
   char* room_;
 };
 
-// Sum and maximum of a row, from those of each lane in v. If packed, lanes have different matrices, and v is the
-// result.
+// Sum and maximum of a row from those of v's lanes. If packed, lanes have different matrices, and v is the result.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });

@@ -25,14 +25,12 @@ constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
 
-// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. It has as many sums as a tile of
-// moe/tiles.h.
+// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. It has as many sums as one of moe/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
 
-// Element (i, j) is at[i * row + j * column]. If `rows` or `columns` is not null, rows[i] or columns[j] replaces i or
-// j.
+// Element (i, j) is at[i * row + j * column], with rows[i] instead of i, and columns[j] instead of j, unless null.
 template <class T>
 struct Matrix {
   T* at;
@@ -43,8 +41,7 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on, or fewer if `rows` ends before, of c (rows, columns) = a b, or c += a b if `more`. b
-// (depth, kWidth) is packed. Rows of a may be gathered; if `gathered`, so may columns, and a is prefetched, not
-// `lines`.
+// (depth, kWidth) is packed. Rows of a may be gathered; if `gathered`, so may its columns, and a is prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -80,8 +77,8 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. The tokens that reach it are in `token`, ascending, from
-// offsets[number] on.
+// Branch b of tree k has number k << levels | b. Tokens that reach it are in `token`, ascending, from offsets[number]
+// on.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -157,8 +154,7 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for each branch reached in the block; token: the `rows` tokens that
-  // reach it.
+  // Calls work(number, token, rows, prefetcher) for each branch that tokens of the block reach: token[0 .. rows - 1].
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
