@@ -54,7 +54,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time; dbias_e, the sum of row_weight_r grad_r over the rows of e.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time; dbias_e = sum of row_weight_r grad_r over the rows r of e.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;
@@ -310,7 +310,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets or row_token is out of range, else 0.
+// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets or row_token is out of range (-1 is not), else 0.
 int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;

@@ -16,8 +16,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Number of terms of a sum that are added at a time: the packed panel of a weight (tiles.h) then has at most 32 KB. For
-// pairs of bfloat16 (pairs.h), kPairDepth pairs, which take 0.95 to 1.03 of the time of kDepth pairs (Zen 4).
+// Number of terms of a sum that are added at a time: the packed panel of a weight (tiles.h) then has at most 32 KB.
+// Pairs of bfloat16 (pairs.h) are added kPairDepth at a time, in 0.95 to 1.03 of the time of kDepth at a time (Zen 4).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
@@ -93,11 +93,11 @@ struct GroupedGemm {
   // Calls finish(expert, row, sums) for every row of every expert; finish may overwrite the row's dout sums. The sums
   // are in by_torch if it is of type T, else in sums_out (R, dout) if that is not null, else in scratch. sums_out must
   // be null if by_torch is not null and of another type. If `rounded` (R, dout) is not null, it receives the sums in
-  // bfloat16, and finish is not called; this needs products in pairs, without by_torch.
+  // bfloat16, and finish is not called; `rounded` needs products in pairs and no by_torch.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
-    // For a span (groups.h): its sums, a panel of the weight and its rows of x; with by_torch, one row of sums.
+    // Scratch: the sums of a span (groups.h), its rows of x and a panel of the weight; with by_torch, one row of sums.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -121,8 +121,8 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after that of terms k and columns j: the next terms of the same columns, else the next
-  // columns, else the first panel of the weight of `later`, if its expert differs. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel after that at term k and column j: the next terms of the same columns, else the next columns,
+  // else the first panel for the span `later`, if it has another expert. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -144,7 +144,7 @@ struct GroupedGemm {
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
   // Returns a Prefetcher for the rows of the span `later`, if they are contiguous and not gathered, and for the weight
-  // of its expert, if this is not the expert of `span` and stride_j is not 1.
+  // of the expert of `later`, if it is not the expert of `span` and stride_j is not 1.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -183,8 +183,8 @@ struct GroupedGemm {
     }
   }
 
-  // Whether the weight's layout and the number of rows suit multiply_few (dots.h). It counts the rows of the expert,
-  // not of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
+  // Whether the weight's layout and the number of rows suit multiply_few (dots.h). Rows of the expert are counted, not
+  // of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
   // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it gets the sums, and `sums` is scratch.

@@ -72,7 +72,7 @@ class Keys {
   Keys() = default;
   Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) { load(0); }
 
-  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each span of the row.
+  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each part of the row.
   template <class Pass>
   void each(Pass pass) const {
     if (n_ <= kResident) return pass(int64_t(0), buffer_, mask_words(n_) * kMaskBits);
@@ -326,8 +326,8 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // Integers of the search have the size of its floats, so that vectors of both have as many lanes; a large n needs
-    // int64.
+    // Integers of the search have the size of its floats, if n fits in them, so that vectors of both have as many
+    // lanes.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -18,7 +18,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time: a cache line of a token's float32 scores
+constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time, a cache line of a token's float32 scores
 constexpr int64_t kVisitBlock = 256;  // tokens in a block of Requests::walk with by_choice
 constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows: one cache line of int32
 constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time, so that their slot_row stays in the cache

@@ -79,7 +79,7 @@ struct Stage {
   // Reads `count` matrices; if count < group, the others become zeros. Padding repeats the first element of its row.
   template <class F>
   void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
-    const bool whole = packed && stride_row == n;  // a matrix is contiguous
+    const bool whole = packed && stride_row == n;  // then a matrix is contiguous
     const int64_t rows = whole ? 1 : n, columns = whole ? n * n : n;
     if (count < group) std::fill(data, data + n * row, Wide(0));
     if constexpr (kTransposes<F>) {

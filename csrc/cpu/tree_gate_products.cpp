@@ -1,6 +1,5 @@
 // The products of a tree gate with mostly saturated nodes: skips nodes and leaves that a token cannot reach. A node is
-// saturated if its pre-activation is at least gamma / 2 in absolute value. K is `trees`; P, the number of features,
-// `dim`.
+// saturated if its pre-activation is at least gamma / 2 in absolute value. K = trees, P = dim, the features.
 //
 // Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes and leaves. The
 // weights of a branch are multiplied only by the tokens that reach the branch. tree_gate_products_cpu.py computes the
@@ -77,8 +76,7 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. Tokens that reach it are in `token`, ascending, from offsets[number]
-// on.
+// Branch b of tree k has number k << levels | b. The tokens that reach it start at token[offsets[number]], ascending.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -251,7 +249,7 @@ struct Products {
 // levels; half: gamma / 2. No jump depends on data, since half of such jumps would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
-  uint64_t away = 0;  // branches that the token cannot reach
+  uint64_t away = 0;  // branches that saturated nodes exclude
   for (int64_t level = 0, q = 0; level < levels; ++level) {
     const int64_t below = int64_t(1) << (levels - 1 - level);  // branches below either child of a node
     const uint64_t side = (uint64_t(1) << below) - 1;

@@ -194,7 +194,7 @@ class Descent {
     results_.unsaturated[index] = unsaturated;
   }
 
-  // Replaces a token's logits by a softmax over trees. Of several trees with one expert, the first gets all its weight.
+  // Replaces a token's logits by a softmax over trees. The first of several trees with one expert gets all its weight.
   void merge_trees(int64_t token) const {
     Wide* weight = results_.logits + token * trees_;
     int32_t* expert = results_.experts + token * trees_;
