@@ -1,8 +1,8 @@
-# make test, make bench, make lint, make gpu: each does all of its own set-up, in a virtual environment.
+# Every target except clean first creates a virtual environment in .venv; all but lint and clean also build the modules.
+# VENV=0 uses the installed packages instead: make test VENV=0 PYTHON=python3
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; with QUICK=1 within two.
-# make fuzz MINUTES=10 compares random calls of every operation with the definition.
-# make baseline saves the ratios to PyTorch; make regression fails if a kernel became slower since.
-# With VENV=0 they use what is installed: make test VENV=0 PYTHON=python3
+# make fuzz MINUTES=10 compares random calls of the operations with their definitions.
+# make baseline saves each kernel's time relative to PyTorch; make regression fails if one rose by over a quarter.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +18,7 @@ endif
 
 .PHONY: test fuzz bench gpu baseline regression docs lint build clean
 
-# With this setting glibc allocates memory in huge pages, and Triton's compiler takes a tenth less time.
+# With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 test: build

@@ -1,7 +1,7 @@
-"""Builds csrc/ into moe_kernels._cpu and, if nvcc is found, moe_kernels._cuda. Other settings are in pyproject.toml.
+"""Builds csrc/ into moe_kernels._cpu and, if find_nvcc finds nvcc, moe_kernels._cuda.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities below 8.0
-or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors).
+Environment variables: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities
+below 8.0 or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (if true, warnings are errors).
 """
 
 import os
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Each csrc/cpu/<op>.cpp is compiled once per instruction set, into the namespace of that name. -mno-mmx: gcc 12 moves
-# vectors of 8 bytes through MMX registers without resetting the x87 state: the next long double of the process is NaN.
+# Every csrc/cpu/*.cpp except module.cpp is compiled once per instruction set, into a namespace of that name. -mno-mmx:
+# gcc 12 moves vectors of 8 bytes through MMX registers without resetting the x87 state, and a later long double is NaN.
 ISAS = {"base": ""}
 if X86:
     ISAS = {
@@ -32,23 +32,25 @@ if X86:
         "avx512": "-mno-mmx -march=x86-64-v4 -mprefer-vector-width=512",
     }
 
-# Machine code for GPUs of data centres and desktops since A100; PTX for other GPUs.
+# Machine code for capabilities 8.x, 9.x, 10.x and 12.x; PTX for other capabilities above 8.0.
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
 
-# -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
+# -g0: with debug information a module is twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.
 CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
 NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden"
 
-# Warnings are errors in the tests. Elsewhere a newer compiler with more warnings must not stop a build.
+# Warnings are errors in CI. Elsewhere a newer compiler with more warnings must not stop a build.
 if os.environ.get("CI", "").lower() not in ("", "0", "false"):
     CXXFLAGS += " -Werror"
     NVCCFLAGS += " -Werror all-warnings"
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of CUDA_HOME if that is set, else of the PATH. None if MOE_KERNELS_CUDA=0, or, unless it is 1, if nvcc is
-    missing or can compile for no capability in TORCH_CUDA_ARCH_LIST."""
+    """nvcc in CUDA_HOME if that is set, else on the PATH; None if MOE_KERNELS_CUDA is 0.
+
+    If nvcc is missing or can compile for no capability in TORCH_CUDA_ARCH_LIST: None for auto, an error for 1.
+    """
     wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
@@ -81,7 +83,7 @@ def toolkit(nvcc: Path) -> Path:
 def architectures(nvcc: Path) -> list[str]:
     """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
 
-    Leaves out, with a note, those below 8.0, as the kernels use instructions of 8.0, and those unknown to nvcc.
+    Prints a note for each one left out: below 8.0, as the kernels use instructions of 8.0, or unknown to nvcc.
     """
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
@@ -99,8 +101,8 @@ def architectures(nvcc: Path) -> list[str]:
 
 
 def gencode(arch: str) -> str:
-    """nvcc's option for a capability. 9.0 gets the PTX of 8.0, which is compiled and tested anyway. The PTX of 9.0
-    would differ only in the conversion of bfloat16 to float32, and the machine code made from it is no shorter."""
+    """nvcc's option for a capability. Code for 9.0 is made from the PTX of 8.0, which is compiled and tested anyway.
+    The PTX of 9.0 differs only in the conversion of bfloat16 to float32 and gives no shorter machine code."""
     number = arch.removesuffix("+PTX").replace(".", "")
     virtual = "80" if number == "90" else number
     codes = [f"sm_{number}"] + ([f"compute_{virtual}"] if arch.endswith("+PTX") else [])
@@ -123,7 +125,7 @@ class NinjaBuild(build_ext):
         subprocess.run([program, "--quiet", "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
 
     def remove_stale(self) -> None:
-        """Removes modules of an earlier build with other settings, which would be packaged too."""
+        """Removes modules of earlier builds that this build does not make: they would be packaged too."""
         requested = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
         folders = {Path(self.build_lib) / "moe_kernels", Path(self.get_ext_fullpath("moe_kernels._cpu")).parent}
         for folder in folders:

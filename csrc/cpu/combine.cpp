@@ -1,4 +1,4 @@
-// Combine on the CPU (definition: python_ref/combine.py): a token sums its rows in the order of its choices.
+// Combine on the CPU (definition: python_ref/combine.py). A token's rows are added in the order of its choices.
 
 #include "ops.h"
 
@@ -13,7 +13,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 256;  // elements of a token summed at a time: their sums stay in the L1 cache
+constexpr int64_t kSpan = 256;  // elements of a token computed at a time, so that their sums stay in the L1 cache
 
 template <class F>
 void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y, int64_t tokens,
@@ -76,7 +76,7 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
 
 }  // namespace
 
-// Returns 1 and writes nothing if slot_row is out of range.
+// Returns 1 and writes nothing if an index in slot_row other than -1 is out of range, else 0.
 int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
   if (!within(slot_row, tokens * k, num_rows)) return 1;
@@ -86,7 +86,8 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// Returns 1 and writes nothing if slot_row or expert_offsets[num_experts] is out of range.
+// Returns 1 and writes nothing if expert_offsets[num_experts] or an index in slot_row except -1 is out of range, else
+// 0.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,

@@ -1,5 +1,5 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py): each token is copied to all of its rows in turn,
-// so that it is read from memory once.
+// Dispatch on the CPU (definition: python_ref/dispatch.py). A token is copied to all of its rows in turn, so that it is
+// read from memory at most once.
 
 #include "ops.h"
 
@@ -13,7 +13,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// Returns 1 and writes nothing if row_token, slot_row or expert_offsets[num_experts] is out of range.
+// Returns 1 and writes nothing if expert_offsets[num_experts], or an index other than -1, is out of range, else 0.
 int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token, const int32_t* slot_row,
                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
                  int64_t num_rows, int64_t dim, int threads) {

@@ -1,6 +1,6 @@
 // Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's
-// weight: one dot product for each row and column. The weight is read once, in order; panels (tiles.h) would transpose
-// it first. One row takes 0.6 of the time of panels in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
+// weight: one dot product for each row and column. With panels (tiles.h) the weight is transposed first. For one row,
+// dot products take 0.6 of the time of panels in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kDotRows = 4;  // most rows of an expert that are multiplied here
-constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of an addition
+constexpr int64_t kDotRows = 4;  // largest number of rows of an expert that dot products multiply
+constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of additions
 
-// to[c] = sum over k < depth of a[k] columns[c * apart + k], for C columns. Each lane sums its terms, then lanes are summed.
-// In: T, or Bf16Pair; the product of two pairs is the sum of two products (pairs.h).
+// to[c] = sum over k < depth of a[k] * columns[c * apart + k], for c < C. Each vector lane sums some of the terms; at
+// the end the lanes are added. In: T or Bf16Pair; the product of two pairs is the sum of two products (pairs.h).
 template <int C, class T, class In>
 MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int64_t apart, int64_t depth) {
   constexpr int lanes = kLanes<T>;
@@ -44,8 +44,7 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
   for (int c = 0; c < C; ++c) to[c] = across<T>(sums[c], [](Vec<T> x, Vec<T> y) { return x + y; })[0];
 }
 
-// to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). a_row: distance between rows of a;
-// apart: between columns.
+// to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). a_row, apart: distances of rows.
 template <class T, class In>
 MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns, int64_t apart,
                                        int64_t count, int64_t depth) {

@@ -1,6 +1,5 @@
-// The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py): products, then bias and activation row by row
-// while a row is in the cache. If torch computed the products (moe_kernels/backends/native/grouped_gemm_cpu.py), they are
-// `by_torch`, and only bias and activation are computed here.
+// Kernels with grouped products on the CPU (definition of the product: python_ref/grouped_gemm.py). Bias and activation
+// are applied row by row, while the sums of a row are in the cache. by_torch: products by torch, or null.
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -16,12 +15,11 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias, which is then added to the total
-constexpr int64_t kChunk = 256;  // columns of a row that are converted at a time, on the stack
-constexpr int64_t kPairedRows = 8;  // rows paired at a time: their cache lines are reused, 0.93 of the time
-constexpr int64_t kBlock = 132;  // most rows of dW in a block: the first multiple of kTileRows from 128 on
+constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias (column_sums)
+constexpr int64_t kChunk = 256;  // columns of a row converted at a time, in a buffer on the stack
+constexpr int64_t kPairedRows = 8;  // rows paired at a time: reusing their cache lines takes 0.93 of the time
+constexpr int64_t kBlock = 132;  // most rows of dW in a block: the least multiple of kTileRows from 128 on
 
-// Zeros in rows `used` up to `rows` of out, each of `bytes`.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
   if (out != nullptr && bytes > 0 && rows > used)
     std::memset(static_cast<char*>(out) + used * bytes, 0, size_t((rows - used) * bytes));
@@ -36,7 +34,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // If elements are of type T, the sums are computed in pre, or in out if out is only the sums plus bias.
+  // If elements are of type T, the sums are computed in `pre` if it is not null, else in `out` if out = sums + bias.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* sums_out = kind.same_type && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !gemm.by_torch ? out : nullptr;
@@ -56,7 +54,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, up to kBlock rows of dW at a time, and dbias_e, the sums of grad_e weighted by row_weight.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW_e at a time; dbias_e = sum of row_weight_r grad_r over the rows r of e.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;
@@ -70,7 +68,7 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // Scratch: a panel of rows (or pairs of rows) of grad, a block of as many rows of x, and a block of dW.
+    // Scratch: a panel of rows (or pairs of rows) of grad, kBlock columns of the same rows of x, and kBlock rows of dW.
     const int64_t depth = kind.in_pairs ? kPairDepth : kDepth;
     const Scratch<T> scratch(threads, depth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
@@ -96,12 +94,12 @@ struct WeightGradient {
   void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, T(0));
-    const bool in_place = x.kind.same_type && x.token == nullptr;  // then the tiles of the first panel pack x
+    const bool in_place = x.kind.same_type && x.token == nullptr;  // the tiles of panel 0 then pack x
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k, next = row + depth;
       const int64_t more = std::min(kDepth, groups.used() - next);
       Prefetcher prefetcher{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.same_type && k == 0};
-      if (in_place && k + depth < rows) {  // the columns of this block in the next rows
+      if (in_place && k + depth < rows) {  // columns [start, start + count) of the next rows
         const int64_t size = x.kind.size;
         prefetcher.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
       } else {
@@ -124,7 +122,7 @@ struct WeightGradient {
     }
   }
 
-  // As multiply, with pairs of rows.
+  // As multiply, for bfloat16, two rows at a time (pairs.h). `to` receives dW in bfloat16; `sums` is scratch.
   void multiply_pairs(int64_t e, int64_t start, int64_t count, char* to, T* sums, Bf16Pair* panel,
                       Bf16Pair* block) const {
     const int64_t rows = groups.rows(e), pairs = pairs_of(rows);
@@ -154,7 +152,7 @@ struct WeightGradient {
     }
   }
 
-  // dbias_e. Sums kSumRows rows, then these sums: rounding errors of one running sum would grow with the rows.
+  // dbias_e as a sum of partial sums over kSumRows rows, which has a smaller rounding error than one running sum.
   void column_sums(int64_t e, T* sums) const {
     T* const partial = sums + dout;
     std::fill(sums, sums + dout, T(0));
@@ -183,7 +181,7 @@ struct WeightGradient {
   }
 };
 
-// Columns j up to j + count of a row of pre. For a gated activation the row is `width` gates, then `width` linear parts.
+// Columns [j, j + count) of a row of pre. With a gated activation, a row is `width` gates, then `width` linear parts.
 template <class T>
 struct Chunk {
   const Elements<T>& kind;
@@ -198,7 +196,6 @@ struct Chunk {
     up = act.gated ? kind.read(pre + (width + j) * kind.size, room[1], count) : nullptr;
   }
 
-  // dpre = grad act'(pre)
   void backward(const T* grad, char* dpre) {
     char *to = dpre + j * kind.size, *to_up = to + width * kind.size;
     if (kind.same_type) return act.slope(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to_up), grad, gate, up, count);
@@ -208,7 +205,6 @@ struct Chunk {
   }
 };
 
-// The dot product of row `row` of x and the vector `with`.
 template <class T>
 T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   const int64_t from = x.token == nullptr ? row : x.token[row];
@@ -225,8 +221,8 @@ T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   return dot;
 }
 
-// With h = act(pre), w = row_weight and a = x W, where x is the gradient dy and W is W_out^T: dpre = w a act'(pre),
-// weighted = w h, drow_weight = <h, a> + <b_out, dy>.
+// For each row of an expert, with h = act(pre), w = row_weight, a = dy W_out^T and dy, the row of gemm.x: dpre = w a
+// act'(pre), weighted = w h, drow_weight = <h, a> + <b_out, dy>.
 template <class T>
 void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
                      char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
@@ -247,7 +243,7 @@ void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char
         a[i] *= w;
       }
       chunk.backward(a, dpre + row * pre_bytes);
-      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // weighted may be the memory of a
+      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // last, as weighted may be a's memory
     }
     drow_weight[row] = dot;
   });
@@ -269,8 +265,8 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
   clear(out, gemm.groups.used(), rows, sizeof(T));
 }
 
-// out (tokens, dim): the sum of each token's rows, in the order of rows. Each thread takes some of the columns. Its
-// scratch has a byte for each token, 1 if a row of the token was added, and the sums if elements are narrower than T.
+// out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes `share` columns. Its
+// scratch has a byte for each token, 1 once a row of the token was added, and the sums if elements are not of type T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {
@@ -290,7 +286,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
       const int64_t t = token[r];
       if (t < 0) continue;
       T* const sum = sums + t * apart;
-      if (r + 1 < num_rows && token[r + 1] >= 0) {  // the hardware cannot predict this address
+      if (r + 1 < num_rows && token[r + 1] >= 0) {  // the hardware cannot predict the address of `next`
         const T* next = sums + token[r + 1] * apart;
         for (int64_t j = 0; j < count; j += 64 / sizeof(T)) __builtin_prefetch(next + j, 1);
       }
@@ -305,7 +301,6 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
   }
 }
 
-// GroupedGemm from the arguments MOE_GROUPED_GEMM_ARGS of ops.h.
 #define MOE_GROUPED_GEMM(T)                                                                                         \
   GroupedGemm<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
@@ -315,7 +310,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// Returns 1 and writes nothing if expert_offsets or row_token is out of range. x has `tokens` rows.
+// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets or row_token is out of range (-1 is not), else 0.
 int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;

@@ -1,4 +1,4 @@
-// The GEMM of grouped_gemm.cpp: rows, grouped by expert, times the weights of their experts.
+// The products of grouped_gemm.cpp: rows, grouped by expert, times the weights of their experts.
 #pragma once
 
 #include "dots.h"
@@ -16,12 +16,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Long sums are computed in parts of kDepth terms, so that a part's panel of weights (tiles.h) has at most 32 KB; in
-// pairs of bfloat16 (pairs.h), in parts of kPairDepth pairs, which takes 0.95 to 1.03 of the time with kDepth (Zen 4).
+// Number of terms of a sum that are added at a time: the packed panel of a weight (tiles.h) then has at most 32 KB.
+// Pairs of bfloat16 (pairs.h) are added kPairDepth at a time, in 0.95 to 1.03 of the time of kDepth at a time (Zen 4).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
-// Uninitialised memory for each thread: `count` elements, rounded up to a multiple of 16 (a cache line of float).
+// Uninitialised memory: `count` elements for each thread, rounded up to a multiple of 16 (a cache line of float).
 template <class T>
 class Scratch {
  public:
@@ -40,8 +40,7 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
-// Rows of x, which are `stride` elements apart: row r is x[token[r]], or zeros if token[r] is -1. If `token` is null, row
-// r is x[r].
+// Row r is x[token[r]], or zeros if token[r] is -1. Without `token` it is x[r]. Rows of x are `stride` elements apart.
 template <class T>
 struct GatheredRows {
   Elements<T> kind;
@@ -49,40 +48,38 @@ struct GatheredRows {
   int64_t stride;
   const int32_t* token;
 
-  // to (rows, count) = the block of these rows that starts at (first, column). Rows of `to` are to_row elements apart.
+  // to (rows, count) = rows from `first` on, columns from `column` on, as T. Rows of `to` are to_row elements apart.
   void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
                count);
   }
 
-  // As copy, for bfloat16 in pairs of rows (pairs.h): to (pairs_of(rows), count).
+  // As copy, for bfloat16, but `to` (pairs_of(rows), count) has pairs of rows (pairs.h).
   void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
   }
 
-  // Prefetches `count` columns of the rows from `first` on, as prefetcher.lines[at] and lines[at + 1]; nothing if rows
-  // are gathered.
   void prefetch_pairs(Prefetcher& prefetcher, int at, int64_t first, int64_t column, int64_t count) const {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // Rows from `first` on as one piece of memory to prefetch; empty if rows are gathered or not contiguous.
+  // Memory of `rows` rows from `first` on, to prefetch; empty if rows are gathered or not contiguous.
   Prefetcher::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
   }
 };
 
-// Steps of the inner loop (over depth, in every tile) in a product (rows, depth) by (depth, columns).
+// Number of steps of the inner loop of a product (rows, depth) by (depth, columns): `depth` in each tile, at least 1.
 template <class T>
 int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout): each of the R rows of x times the weight (din, dout) of its expert; element (k, j) of expert e is at
-// e * stride_e + k * stride_k + j * stride_j. If `by_torch` is not null, torch has computed the sums there.
+// sums (R, dout): the rows of each expert e times its weight (din, dout), with element (k, j) at e * stride_e + k *
+// stride_k + j * stride_j. If `by_torch` is not null, it holds the sums, computed by torch.
 template <class T>
 struct GroupedGemm {
   GatheredRows<T> x;
@@ -93,14 +90,14 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row of an expert; finish may overwrite the row's dout sums. The sums are
-  // in `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch.
-  // sums_out must be null if by_torch is of another type. If `rounded` (R, dout) is not null (only for products in
-  // pairs, by C++), it receives the sums in bfloat16, and finish is not called.
+  // Calls finish(expert, row, sums) for every row of every expert; finish may overwrite the row's dout sums. The sums
+  // are in by_torch if it is of type T, else in sums_out (R, dout) if that is not null, else in scratch. sums_out must
+  // be null if by_torch is not null and of another type. If `rounded` (R, dout) is not null, it receives the sums in
+  // bfloat16, and finish is not called; `rounded` needs products in pairs and no by_torch.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
-    // The sums of a span, a panel, and the span's rows of x; with `by_torch`, one row of sums.
+    // Scratch: the sums of a span (groups.h), its rows of x and a panel of the weight; with by_torch, one row of sums.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -124,8 +121,8 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after that at (k, j): the next `depth` terms of the same columns, else the next columns, else
-  // the first panel of another expert's span `later`. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel after that at term k and column j: the next terms of the same columns, else the next columns,
+  // else the first panel for the span `later`, if it has another expert. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -146,8 +143,8 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // Prefetches the rows of the span `later`, unless they are gathered or not contiguous, and, if stride_j is not 1, the
-  // weight of its expert, unless `span` has the same. depth: terms (or pairs of terms) of a sum.
+  // Returns a Prefetcher for the rows of the span `later`, if they are contiguous and not gathered, and for the weight
+  // of the expert of `later`, if it is not the expert of `span` and stride_j is not 1.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -155,7 +152,7 @@ struct GroupedGemm {
     return prefetcher;
   }
 
-  // sums (rows of the span, dout). panel: scratch for a panel of the weight, then for copies of the span's rows.
+  // sums (span.rows, dout) = the span's rows times the weight. panel: scratch for a panel, then for a copy of the rows.
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
@@ -186,12 +183,11 @@ struct GroupedGemm {
     }
   }
 
-  // Whether multiply_few of dots.h multiplies. It depends on the rows of the expert, not of the span, so that the bits
-  // of the result depend neither on threads nor on other experts.
+  // Whether the weight's layout and the number of rows suit multiply_few (dots.h). Rows of the expert are counted, not
+  // of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not
-  // start at a multiple of 4 bytes. If `rounded` is not null, it receives the sums in bfloat16, and `sums` is scratch.
+  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it gets the sums, and `sums` is scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);
@@ -216,7 +212,7 @@ struct GroupedGemm {
         pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
                               std::min(2 * depth, din - 2 * k), j, dout);
         const Left<Bf16Pair> left{a.at + k, a.row, 1};
-        // The last part of the terms rounds; earlier parts add to `sums`.
+        // The product of the last terms writes rounded sums; products of earlier terms accumulate in `sums`.
         char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
             .run(prefetcher);

@@ -12,12 +12,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows of a span; a span packs a weight once, which takes as long as 10 to 20 rows
-constexpr int64_t kMinRows = 4 * kTileRows;  // least size of a share (share_of); LEAST in grouped_gemm_cpu.py is the same
+constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight for a span takes as long as 10 to 20 rows
+constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
-// Number of rows, of `rows` in all, that a thread takes at a time; an expert's last share may have fewer. A thread
-// takes one to four shares, to balance threads and experts, or more if `most`, the largest share, is small. A share has
-// at least kMinRows, or 2 kMinRows if a thread takes several. With one thread it has `most`.
+// Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread. For several threads
+// it is from kMinRows to `most`, and each thread gets about four shares, for balance: fewer if a share would have less
+// than 2 kMinRows rows, more if `most` requires it.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -30,7 +30,7 @@ struct Span {
   int64_t expert, first, rows = 0;
 };
 
-// Rows of experts, divided into spans that threads take in turn.
+// Rows of experts: expert e has the rows offsets[e] to offsets[e + 1] - 1.
 struct Groups {
   const int32_t* offsets;
   int64_t num_experts;
@@ -49,8 +49,8 @@ struct Groups {
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      int64_t e = 0, before = 0;  // spans of the experts before e
-      // Span i; without rows after the last. Moves e and `before` to its expert.
+      int64_t e = 0, before = 0;  // before: number of spans of the experts before e
+      // Returns span i, or one without rows if i is too large. Moves e and `before` to the expert of span i.
       const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
         for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};

@@ -1,12 +1,12 @@
 // k-winner-take-all on the CPU (definition: python_ref/kwta.py).
 //
-// A row is converted to integer keys that order as its values do and stay in the cache. Its threshold is found by
-// counting the keys above a trial value: nothing is sorted or moved. The first trial comes from the row's mean and
-// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 8 counts more than a key has
-// bits: 40 for float32.
+// A row is converted to integer keys that order as its values do. Its threshold is found by counting the keys at or
+// above trial keys; nothing is sorted. The first trial comes from the row's mean and variance, later ones from
+// interpolation, then from bisection. A row of normally distributed values takes 3 to 5 counts, any row at most about 8
+// more than a key has bits: 40 for float32.
 //
-// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all new trials
-// in vectors with one lane a row. The trials of a row of 100 floats take 25 cycles in all; one row at a time, 130.
+// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all next
+// trials in vectors, one lane per row: 25 cycles in all for a row of 100 floats; for one row at a time, 130.
 
 #include "ops.h"
 
@@ -23,33 +23,32 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Most keys kept in the cache, of all rows searched together. A longer row is read again for every count, in spans.
+// Most keys in a thread's buffer, of all rows searched together. A longer row is converted again for every count.
 constexpr int64_t kResident = 16384;
-constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
-constexpr int64_t kPrefetchLength = 512;  // most keys of a row to prefetch: the hardware prefetches longer ones itself
-constexpr int kRows = 32;             // most rows searched together: one bit a row
-constexpr int64_t kSampledBlocks = 16;  // mean and variance come from up to 31 blocks of 32 keys of a row's first span
-constexpr int kTrials = 8;            // trials that are interpolated, before bisection alone
+constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
+constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched: the hardware prefetches longer rows
+constexpr int kRows = 32;             // most rows searched together: one bit of a uint32_t for each
+constexpr int64_t kSampledBlocks = 16;  // mean and variance come from at most 31 blocks of 32 keys
+constexpr int kTrials = 8;            // trials before bisection, the first of them from mean and variance
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
 
-// A row's winners: all keys greater than `above`, and the first `ties` of the keys equal to it.
+// A row's winners: all keys greater than `above`, and the first `ties` of the keys equal to `above`.
 template <class F>
 struct Winners {
   typename F::Key above;
   int64_t ties;
 };
 
-// count: the number of keys at or above a trial. nearest: a new bound of the threshold. If count > k, it is the trial
-// or the row's least key from the trial on; else trial - 1 or the row's greatest key below the trial.
+// count: keys at or above a trial. nearest: a new bound of the threshold, from the trial on if count > k, else below.
 template <class Key>
 struct Count {
   int64_t count;
   Key nearest;
 };
 
-// The least key ^ flip at or above `from`. A function of its own, since a reduction into a captured variable does not
-// always vectorise.
+// The least key[i] ^ flip that is at least `from`, or the greatest Key if there is none. This is a function, since a
+// reduction into a variable captured by a lambda does not always vectorise.
 template <class Key>
 Key least_from(const Key* key, int64_t n, Key from, Key flip) {
   Key least = std::numeric_limits<Key>::max();
@@ -67,13 +66,13 @@ class Keys {
   using Key = typename F::Key;
   using Stat = typename F::Wide;
 
-  // The number of keys of a row of n that are in the buffer at a time.
+  // Number of keys that the buffer holds at a time, for a row of n elements.
   static int64_t span(int64_t n) { return n <= kResident ? mask_words(n) * kMaskBits : kChunk; }
 
   Keys() = default;
   Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) { load(0); }
 
-  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each span of the row.
+  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each part of the row.
   template <class Pass>
   void each(Pass pass) const {
     if (n_ <= kResident) return pass(int64_t(0), buffer_, mask_words(n_) * kMaskBits);
@@ -83,29 +82,29 @@ class Keys {
     }
   }
 
-  // nearest: the trial, or the key below it, which may not be in the row.
+  // nearest: t if count > k, else t - 1. Neither need be a key of the row.
   Count<Key> count(Key t, int64_t k) const {
     int64_t count = 0;
     each([&](int64_t, const Key* key, int64_t m) { count += count_greater(key, m, Key(t - 1)); });
     return {count, Key(count > k ? t : t - 1)};
   }
 
-  // nearest: the nearest key that is in the row. This ends the search if many keys are equal.
+  // nearest: the row's least key from t on, or its greatest below t. Such bounds end a search among equal keys early.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
-    // Flipping the bits reverses the order of keys, so the nearest key is the least one at or above `from`.
+    // Flipping all bits reverses the order of keys: in both cases `nearest` is the least flipped key from `from` on.
     const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
     Key least = std::numeric_limits<Key>::max();
     each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the finite values and of their squares over a sample of blocks of 32; returns the sample's size.
-  // A sample and a sum in F::Wide are exact enough, since they only give the first trial.
+  // Sums of the values and of their squares over a sample of the row; values that are not finite count as 0. Returns
+  // the size of the sample. F::Wide is exact enough, since the sums only guide the search.
   int64_t moments(Stat* sum, Stat* square_sum) const {
     const int64_t blocks = std::max(std::min(n_, span(n_)) / kMaskBits, int64_t(1));
     const int64_t skip = std::max(blocks / kSampledBlocks, int64_t(1));
-    Stat sums[kMaskBits] = {}, squares[kMaskBits] = {};  // one a lane: lanes are summed only at the end
+    Stat sums[kMaskBits] = {}, squares[kMaskBits] = {};  // one for each lane; lanes are added at the end
     int64_t seen = 0;
     for (int64_t block = 0; block < blocks; block += skip, seen += kMaskBits) {
       const Key* key = buffer_ + block * kMaskBits;
@@ -125,14 +124,14 @@ class Keys {
   void load(int64_t start) const {
     const Key* x = x_ + start;
     const int64_t count = std::min(span(n_), n_ - start), whole = count / kMaskBits * kMaskBits;
-    if (whole < count) std::fill_n(buffer_ + whole, kMaskBits, Key(-F::inf - 2));  // below every key of x: never wins
+    if (whole < count) std::fill_n(buffer_ + whole, kMaskBits, Key(-F::inf - 2));  // padding: below every key of x
     const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
     };
     convert(0, whole);
-    // The last keys are converted as a block of 32 that overlaps the block before: up to 31 elements one by one would
-    // take as long as all others.
+    // The last elements are converted as a block of 32 that overlaps the block before it. One by one, they would take
+    // as long as all others of a short row.
     if (whole < count && whole > 0) {
       convert(count - kMaskBits, kMaskBits);
     } else {
@@ -145,9 +144,9 @@ class Keys {
   Key* buffer_ = nullptr;  // (span(n),)
 };
 
-// The search for the thresholds of up to kRows rows, one lane a row. During the search more than k keys of a row are at
-// or above `low`, and at most k at or above `high`. A row is finished when high = low + 1. A count of exactly k
-// finishes it at once; then exactly k keys are at or above `high`.
+// The search for the thresholds of up to kRows rows, one lane per row. While a row is unfinished, more than k of its
+// keys are at or above low_, and at most k at or above high_. A row is finished if high_ = low_ + 1. A count of exactly
+// k finishes it at once: then exactly k keys are at or above high_.
 template <class F, class Int>
 class Search {
  public:
@@ -184,7 +183,7 @@ class Search {
     int64_t seen = 1;
     for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
     const Stat share = 1 / Stat(seen);
-    // slope_ in standard deviations.
+    // The value of slope_ for a standard deviation of 1.
     const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
@@ -198,7 +197,7 @@ class Search {
     }
   }
 
-  // Moves low and high by the counts, except of finished rows.
+  // Moves the bounds of unfinished rows by their counts, and sets the next trials.
   void update(bool guided) {
     const Int n = n_, k = k_;
 #pragma omp simd
@@ -229,11 +228,11 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  Stat bottom_[kRows], top_[kRows];  // last trials with counts above k and up to k; at first, the sums of `moments`
-  Stat slope_[kRows];                // distance between neighbouring values at the threshold of a normal row
+  Stat bottom_[kRows], top_[kRows];  // values of the last trials with count > k and <= k; at first, sums of `moments`
+  Stat slope_[kRows];                // distance between neighbouring values at the threshold, if values are normal
 };
 
-// Calls put(word index, mask word) from left to right.
+// Calls put(index, word) for each word of the row's mask, from left to right.
 template <class F, class Put>
 void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   using Key = typename F::Key;
@@ -251,8 +250,7 @@ void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   });
 }
 
-// Prefetches a row of the next block while this one is searched. For rows of 100 floats, waiting for memory was a fifth
-// of the time; this saves 4 to 6 % of the total.
+// Prefetches a row that will be searched next: saves 4 to 6 % of the time for rows of 100 floats.
 template <class Key>
 void prefetch_row(const Key* row, int64_t n) {
   constexpr int64_t line = 64 / sizeof(Key);
@@ -328,7 +326,8 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // Integers of the search have the size of its floats, so that both fill the same vectors, unless a count may not fit.
+    // Integers of the search have the size of its floats, if n fits in them, so that vectors of both have as many
+    // lanes.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

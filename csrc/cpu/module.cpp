@@ -1,5 +1,5 @@
-// moe_kernels._cpu: the CPU kernels. A function takes two arguments before those of its kernel: the index of an
-// instruction set, and whether to release the GIL, which saves time only for long kernels.
+// The Python module moe_kernels._cpu: the kernels of ops.h. Each function takes two arguments before those of its
+// kernel: the index of an instruction set in `isas`, and whether to release the GIL; this pays only for long kernels.
 
 #include <optional>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 #define EACH_ISA(op) moe::launcher<moe::base::op>
 #endif
 
-// The instruction sets of setup.py (ISAS) that this machine has, from narrow to wide.
+// The instruction sets of setup.py (ISAS) that this processor supports, from narrow to wide.
 py::tuple available_isas() {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
@@ -34,7 +34,7 @@ void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by
   m.def(name, [name, by_isa](size_t isa, bool release, const py::args& args) {
     const moe::Launcher& launcher = by_isa.at(isa);
     const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
-    // Taking the GIL again costs up to 5 ms (sys.getswitchinterval) while other threads hold it.
+    // While another thread holds the GIL, taking it back may wait for sys.getswitchinterval(), 5 ms by default.
     const auto released = release ? std::make_optional<py::gil_scoped_release>() : std::nullopt;
     return launcher.call(arguments.data());
   });

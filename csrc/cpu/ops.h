@@ -1,14 +1,14 @@
-// Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
-// name; the functions that CUDA lacks are in plan.cpp, expert_mlp.cpp and tree_gate_products.cpp. Here
+// Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the
+// same name. plan.cpp, expert_mlp.cpp and tree_gate_products.cpp have the functions that CUDA lacks. Differences:
 //
-// * a number of threads replaces the stream, `quantile` is z of kwta_fwd, and gamma, epsilon and least are double;
-// * dtype may be float64 and element_size 8. CUDA's float32 arrays are then float64;
-// * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype;
-// * scratch has scratch_stride bytes for each thread; `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E);
-// * a function that returns int checks indices, and returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd
+// * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is CUDA's z.
+// * gamma, epsilon and least are double.
+// * dtype may be float64 and element_size 8. CUDA's float32 arrays are then float64.
+// * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype.
+// * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
+// * A function that returns int checks indices: it returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd
 //   also checks row_token, which CUDA does not read.
-//
-// Arguments of the grouped GEMM and the expert MLP differ further.
+// * Functions of the grouped GEMM and the expert MLP have partly other arguments.
 #pragma once
 
 #include <cstdint>
@@ -25,17 +25,16 @@
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
-// A product of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
-// stride_k + j * stride_j], and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch has computed
-// the product there, and the kernel may overwrite it.
+// Products of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
+// stride_k + j * stride_j]; stride_k or stride_j is 1. by_torch: null, or products by torch, which may be overwritten.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
-// The products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for the
-// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found. Backward reads the gradients to the
-// logits from split_logits and leaf_logits. dtype is float32 or float64; scratch_stride counts elements, not bytes.
+// Products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for
+// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found. Backward reads the gradients of the
+// logits from split_logits and leaf_logits. dtype is float32 or float64; scratch_stride counts elements.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \

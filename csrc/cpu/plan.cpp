@@ -1,9 +1,9 @@
-// The routing plan on the CPU (definition: python_ref/plan.py).
+// Routing plans on the CPU (definitions: python_ref/plan.py).
 //
-// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Tokens in visiting order
-// are split into chunks. Each chunk counts its tokens' requests to every expert (separately for each choice, if all
-// first choices come before all second ones). A scan over the chunks turns counts into first rows, and a second walk
-// assigns the rows. Nothing is sorted.
+// make_plan finds the position of each request (a token's choice of an expert) among the requests to the same expert.
+// Tokens in visiting order are split into chunks. A first pass counts the requests of each chunk to every expert
+// (separately for each choice, if all first choices come before all second ones). A scan over the chunks turns counts
+// into first rows, and a second pass assigns the rows. Requests are not sorted.
 
 #include "ops.h"
 
@@ -18,12 +18,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 16;  // expert choice: experts at a time, one cache line of float32 scores
-constexpr int64_t kVisitBlock = 256;  // by choice: tokens in a block of Requests::walk
-constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows of an expert: one cache line of int32
-constexpr int64_t kTile = 1024;   // expert choice: tokens at a time, so that lines of slot_row are filled while in cache
+constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time, a cache line of a token's float32 scores
+constexpr int64_t kVisitBlock = 256;  // tokens in a block of Requests::walk with by_choice
+constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows: one cache line of int32
+constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time, so that their slot_row stays in the cache
 
-// The arrays of a RoutingPlan.
+// The arrays of a RoutingPlan (moe_kernels/plan.py).
 struct Plan {
   int32_t *expert_offsets, *row_token, *row_choice, *slot_row, *requested, *kept, *dropped;
 };
@@ -39,9 +39,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for the requests of a chunk; request: its index in (T, K). With
-  // by_choice only the order within a choice matters, so the chunk is walked in blocks of kVisitBlock tokens, choice by
-  // choice within a block: writes alternate between E addresses, not K E, and the inner loop is long.
+  // Calls each(token, choice, request, expert) for every choice of a chunk's tokens. request: its index in (T, K). With
+  // by_choice only the order within a choice matters. The chunk is then walked in blocks of kVisitBlock tokens, choice
+  // by choice within a block: writes alternate between E addresses, not K E, and the inner loop is long.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -61,8 +61,8 @@ struct Requests {
   }
 };
 
-// kept = min(requested, capacity); expert_offsets = its running sum; dropped = requested - kept, summed. row_token and
-// row_choice are -1 from row expert_offsets[E] on.
+// Writes kept = min(requested, capacity), its running sum expert_offsets, dropped = sum of requested - kept, and -1 to
+// row_token and row_choice from row expert_offsets[E] on.
 void write_offsets(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
   int64_t row = 0, requested = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -81,7 +81,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: each chunk, with by_choice each choice in a chunk, numbers its requests to an expert from 0 (slot_row).
+  // First pass: slot_row numbers the requests to an expert from 0 within a chunk (with by_choice, a choice of a chunk).
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -90,8 +90,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
-  // Each count becomes the number of earlier requests to its expert: those of earlier chunks; with by_choice,
-  // those of earlier choices in all chunks, and those of the same choice in earlier chunks. `before` is the running sum, and at last the total: plan.requested.
+  // Each count becomes the number of requests to the expert in earlier chunks; with by_choice, in earlier choices of
+  // all chunks and in the same choice of earlier chunks. `before` is the running sum, in the end plan.requested.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {
@@ -108,7 +108,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     before[e] += here;
   });
   write_offsets(plan, num_experts, capacity, rows);
-  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the row of its first request
+  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the first row of its requests
   const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
@@ -116,7 +116,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     r.walk<Index>(chunk, [=](int64_t token, int64_t choice, int64_t request, int64_t expert) {
       const bool valid = uint64_t(expert) < uint64_t(num_experts);
       const int32_t row = valid ? first[choice * step + expert] + slot_row[request] : -1;
-      const bool keep = valid && row < end[expert];  // its rank is below the capacity
+      const bool keep = valid && row < end[expert];  // the expert has room for this request
       slot_row[request] = keep ? row : -1;
       if (keep) {
         // Writes alternate between 2 E addresses; without this prefetch, waiting for them took a third of the time.
@@ -129,9 +129,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// The `capacity` highest of n keys (padded to a multiple of kMaskBits with the lowest key): all keys greater than
-// `above`, and the first `ties` of the keys equal to it. Found by bisection: each step counts the keys greater than
-// `middle` and halves the interval (low, high].
+// The `capacity` highest of n keys: all keys greater than `above`, and the first `ties` of the keys equal to `above`.
+// They are found by bisection. The keys are padded to a multiple of kMaskBits with the lowest key.
 template <class F>
 struct Cutoff {
   typename F::Key above;
@@ -139,7 +138,7 @@ struct Cutoff {
 
   static Cutoff of(const typename F::Key* key, int64_t n, int64_t capacity) {
     using Key = typename F::Key;
-    // More than `capacity` keys are greater than low, at most `capacity` are greater than high.
+    // More than `capacity` keys are greater than low, and at most `capacity` are greater than high.
     Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;
     if (n <= capacity) return {low, 0};
     int64_t at_high = 0;
@@ -157,7 +156,7 @@ struct Cutoff {
   }
 };
 
-// Experts [first, last) choose their tokens. keys: scratch for the keys of each expert's column of scores, padded.
+// Assigns tokens to experts [first, last). keys: scratch, (kColumns, tokens rounded up to a multiple of kMaskBits).
 template <class F>
 void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
           int64_t num_experts, int64_t capacity, typename F::Key* keys) {
@@ -190,9 +189,9 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
   }
 }
 
-// Deferred acceptance: a token goes to the best expert that has room or holds a worse token. The displaced token is
-// placed again. The order of tokens does not matter: tokens and experts rank a pair by the same score, so only one
-// assignment is stable. The definition finds it in descending order of scores.
+// Deferred acceptance: a token goes to its best expert that has room or holds a worse token; a displaced token is
+// placed again. Tokens and experts rank a pair by the same score, so only one assignment is stable, and the order of
+// tokens does not matter. The definition finds this assignment in descending order of scores.
 template <class F>
 class Matching {
  public:
@@ -200,7 +199,7 @@ class Matching {
   struct Held {
     Key key;
     int32_t token;
-    // a < b if a ranks higher, so that the top of a heap is the worst token.
+    // a < b if a ranks higher, so that the worst token is on top of a heap.
     bool operator<(const Held& other) const { return key > other.key || (key == other.key && token < other.token); }
   };
 
@@ -216,7 +215,7 @@ class Matching {
     return best(token, [](Key, int64_t) { return true; });
   }
 
-  // Places `token`, and the tokens that it displaces.
+  // Places `token`, then every token that is displaced.
   void place(int64_t token, int32_t* assigned, int32_t* kept) {
     while (token >= 0) {
       const int64_t expert = best(token, [&](Key key, int64_t e) {
@@ -239,7 +238,7 @@ class Matching {
   }
 
  private:
-  // The expert with the highest score among those for which accepts(key, expert) holds, the lowest if tied; -1 if none.
+  // The expert with the highest score for which accepts(key, expert) holds, the lowest of several; -1 if there is none.
   template <class Accepts>
   int64_t best(int64_t token, Accepts accepts) const {
     const Key* score = scores_ + token * stride_;
@@ -258,13 +257,13 @@ class Matching {
 
   const Key* scores_;  // (T, E)
   int64_t stride_, num_experts_, capacity_;
-  Held* worst_;  // (E): worst token of a full expert; the lowest key if it has room, the highest if capacity is 0
+  Held* worst_;  // (E): worst token of a full expert; the lowest key if there is room, the highest if capacity is 0
   Held* held_;   // (E, capacity): heaps with the worst token on top
 };
 
 }  // namespace
 
-// Returns 1 and writes nothing if an id is neither an expert nor -1.
+// Returns 1 and writes nothing if an id is neither an expert nor -1, else 0.
 int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
                    int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
                    int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,

@@ -1,13 +1,13 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
-// Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. A
-// thread reads one group of matrices at a time (Stage) and computes it in parts (Part). A packed part has as many
-// matrices as a vector of the computation has lanes; any other part is one matrix.
+// Matrices of up to kPacked x kPacked elements are packed: each vector lane has another matrix. In larger matrices, the
+// elements of a row lie along the lanes. A thread reads one group of matrices at a time (Stage) and computes it in
+// parts (Part). A packed part has one matrix for each lane; otherwise group and part are one matrix.
 //
-// There are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h; sinkhorn_small.h if n = 4), in float or in
-// double; or potentials in double (sinkhorn_log.h, backward by the equations of moe_kernels/ops/sinkhorn.py). Prescribed
-// sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form that the range
-// and the type of its scores allow, independently of the others. The backward of both scaled forms is in double.
+// The iteration has three forms: scaling exp(S / tau) by vectors, in float or in double (sinkhorn_scaled.h;
+// sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
+// Prescribed sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form
+// that tau, the range and the type of its scores allow. The backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -29,7 +29,7 @@ constexpr int64_t kPacked = 16;  // largest n of packed matrices
 struct Call {
   const void* scores;
   int64_t stride_batch, stride_row;
-  const void* grad;  // null: forward
+  const void* grad;  // null in the forward pass
   int64_t grad_stride_batch, grad_stride_row;
   void* out;  // contiguous
   int64_t batch, n;
@@ -37,13 +37,13 @@ struct Call {
   char* scratch;
   int64_t scratch_stride;
   struct {
-    const double *rows, *columns;  // (batch, n) prescribed sums; null: all one, and no tolerance
+    const double *rows, *columns;  // (batch, n) prescribed sums; null: ones, and no tolerance
     double tolerance;              // negative: none
     double *drows, *dcolumns;      // (batch, n)
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices of a part that begins with matrix `first`.
+// Calls each(matrix, lane) for the matrices of the part, in double, that begins with matrix `first`.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);
@@ -58,7 +58,6 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
   return sums;
 }
 
-// Runs the scaled form in T on the matrices of a group that have form `form`.
 template <class T, bool packed, class Wide, class Forms>
 void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form form, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;

@@ -1,7 +1,7 @@
 // Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). For each
-// row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau));
-// g likewise. With prescribed sums, the sum of exp is divided by the row's prescribed sum. Anchor and log_sum are
-// stored apart, because 1 / tau would magnify the rounding of their sum.
+// row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau)).
+// For each column, g follows from f in the same way. A prescribed sum of a row or column divides its sum of exp. Anchor
+// and log_sum are stored separately, because 1 / tau would magnify the rounding error of anchor + tau log_sum.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +14,23 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Terms exp(x) with x below this are left out. exp(-64) = 1.6e-28; times 1 / tau = 1e7, as in a gradient, below 1e-20.
+// exp(x) counts as 0 for x below this: exp(-64) = 1.6e-28 is negligible even times 1 / tau = 1e7, as in a gradient.
 constexpr double kNegligible = -64;
 
-// exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. Since such a
-// lane gives 0 in other vectors too, the result of a matrix does not depend on the matrices in other lanes.
+// exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. In other
+// vectors such a lane gives 0, so the result of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// *log_sum = log(total). If total is 0, since all scores are -inf, both *anchor and *log_sum become 0.
+// *log_sum = log(total). If total is 0, because all scores are -inf, *anchor and *log_sum become 0.
 inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
   *log_sum = empty ? Vec<double>{} : log(empty ? broadcast(1.0) : total);
 }
 
-// A maximum, or 0 if all elements are -inf.
+// `most`, or 0 if it is not above the lowest finite double: a maximum of -inf becomes 0.
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// Prescribed row and column sums of a part's matrices, the gradients to them, and the tolerance.
 template <bool packed>
 struct Sums {
   RowValues<packed, double> rows, drows;
@@ -45,7 +44,7 @@ struct Sums {
     std::fill(rows.data, rows.data + count, 1.0), std::fill(drows.data, drows.data + count, 0.0);
     std::fill(columns, columns + width, 1.0), std::fill(dcolumns, dcolumns + width, 0.0);
   }
-  // read copies the sums of one matrix into its lane; write copies its gradients out, NaN if the matrix is broken.
+  // read copies the sums of one matrix into `lane`; write copies their gradients out, or NaN if `broken`.
   void read(const double* from_rows, const double* from_columns, int64_t n, int64_t lane) const {
     for (int64_t i = 0; i < n; ++i) rows.data[at(i, lane)] = from_rows[i], columns[at(i, lane)] = from_columns[i];
   }
@@ -60,8 +59,8 @@ struct Sums {
   static int64_t at(int64_t i, int64_t lane) { return packed ? i * kLanes<double> + lane : i; }
 };
 
-// Both potentials after an iteration, f of rows (n) and g of columns (width). `updated` is 1 for each matrix that the
-// iteration updated, else 0.
+// The potentials after an iteration, f of rows (n) and g of columns (width), with their anchors and log_sums. `updated`
+// is 1 in the lanes of matrices that the iteration updated, else 0.
 template <bool packed>
 struct Potentials {
   RowValues<packed, double> row_anchor, row_log, f;
@@ -76,13 +75,13 @@ struct Potentials {
     return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
   }
 
-  // Sets the state before the first iteration: potentials of 0, every matrix updated.
+  // Sets the state before the first iteration: potentials are 0, and every matrix counts as updated.
   void clear(int64_t n, int64_t width) const {
     for (const auto& each : {row_anchor, row_log, f}) std::fill(each.data, each.data + (packed ? width : n), 0.0);
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
     store(updated, broadcast(1.0));
   }
-  // Restores `before` in matrices that the iteration does not update.
+  // Copies `before` to matrices that the iteration does not update.
   void restore(const Potentials& before, int64_t n, int64_t width) const {
     const auto updates = load(updated) != 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -97,7 +96,7 @@ struct Potentials {
     }
   }
 
-  // The log of a matrix element after the iteration's row step (g_before: g before it), and after its column step.
+  // Log of the matrix after the row step of an iteration, and after its column step. g_before: g before the iteration.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -107,8 +106,7 @@ struct Potentials {
   }
 };
 
-// The largest difference between a column sum of exp(score / tau), before any iteration, and the prescribed one. A
-// column of -inf counts as a difference of 0.
+// Largest difference of a column sum of exp(score / tau) from the prescribed sum. A column of -inf counts as 0.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -124,8 +122,8 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets `updated`: whether the previous iteration updated the matrix and left a sum off by more than the tolerance.
-// Row errors follow from the change of row potentials. Columns can be wrong only before the first iteration.
+// Sets p.updated: 1 if the previous iteration updated the matrix and left a sum off by more than the tolerance. Errors
+// of row sums follow from the change of f. Column sums can be wrong only before the first iteration.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -139,7 +137,7 @@ void decide_update(const Part<packed, Wide, double>& part, double tau, const Pot
   store(p.updated, load(before.updated) != 0.0 && most > sums.tolerance ? broadcast(1.0) : Vec<double>{});
 }
 
-// One iteration: f from g, then g from f. `sums` null: all ones.
+// One iteration: f from g, then g from f. If `sums` is null, all sums are 1.
 template <bool packed, class Wide>
 void iterate(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
              const Potentials<packed>& p, const Sums<packed>* sums, bool first) {
@@ -186,8 +184,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
   }
 }
 
-// Iterates from state(t - 1) to state(t) until no iteration is left or the last one updated no matrix. Returns the number
-// of iterations done.
+// Iterates until all iterations are done or the last one updated no matrix. Returns the number of iterations done.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
   state(-1).clear(part.n, part.width());
@@ -200,7 +197,7 @@ int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus,
 template <bool packed, class Wide>
 void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, Arena arena) {
   if (!part.wanted) return;
-  const auto state = [&](int64_t t) {  // two buffers in turn
+  const auto state = [&](int64_t t) {  // two buffers, used alternately
     return Potentials<packed>(part.n, part.width(), arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
   };
   const Potentials<packed> p = state(iterate_all(part, taus, sums, state) - 1);
@@ -242,10 +239,10 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    // For gradients to prescribed sums: f has the term -tau_t log(row sum), and df is the gradient to f / last tau.
+    // For gradients of prescribed sums: f has the term -tau_t log(row sum), and df is the gradient of f / last tau.
     const double tau_ratio = taus(t) * last_inv_tau;
     const auto updates = load(p.updated) != 0.0;
-    // A matrix that iteration t did not update keeps its df, and its dg in `next`, which becomes the dg of t - 1.
+    // A matrix that iteration t did not update keeps df and dg; `next` becomes the dg of t - 1, so it receives this dg.
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
       const Vec<double> all = load(dg + j), share = updates ? all / load(sums->columns + j) : Vec<double>{};

@@ -1,5 +1,5 @@
 // Sinkhorn's iteration on k = exp(S / tau), computed once from the scores S. The result is P = diag(u) k diag(v); an
-// iteration updates the vectors u and v. The maximum of each row of S is subtracted first: u makes up for it in P.
+// iteration updates the vectors u and v. First the maximum of each row of S is subtracted, which changes u but not P.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace MOE_ISA {
 namespace {
 
 // k = exp((S - row maximum) / tau), (n, width). The exponent has more digits than float even if k is float: near
-// kFloatRange, rounding it to float would cause an error of up to 60 units in the last place of k.
+// kFloatRange, an exponent rounded to float would change k by dozens of units in the last place.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
@@ -42,13 +42,13 @@ inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t b
     for (int64_t j = 0; j < blocks; ++j)
       for (int h = 0; h < double_vectors; ++h)
       {
-        const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;  // -inf in padding, which packed matrices lack
+        const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;  // -inf in padding; packed matrices have none
         store_as<double>(k + (i * blocks + j) * kLanes<T> + h * kLanes<double>, packed ? exp_within_range(x) : exp(x));
       }
   }
 }
 
-// Calls work(first row, number of rows) on blocks of four rows, so that loads and sums overlap, then on single rows.
+// Calls work(first row, number of rows) for blocks of four rows, so that loads and sums overlap, then for single rows.
 template <class Work>
 void in_blocks(int64_t n, Work work) {
   int64_t i = 0;
@@ -76,7 +76,7 @@ void scale(const T* k, int64_t n, int64_t blocks, const T* v, RowValues<packed, 
   });
   for (int64_t j = 0; j < width; j += w) {
     const Vec<T> total = load(next + j);
-    store(next + j, total == T(0) ? Vec<T>{} : reciprocal(total));  // a padding column has k = 0, and gets v = 0
+    store(next + j, total == T(0) ? Vec<T>{} : reciprocal(total));  // k is 0 in a padding column, and v becomes 0
   }
 }
 
@@ -112,11 +112,10 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. They and h start from dP (`grad`):
-  // h = u v^T * dP, and df and dg are minus the row and column sums of k * h. Back through an iteration that computed u,
-  // then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and dg = -before (k^T x), where
-  // `before` is v before the iteration. Only k y and k^T x are products with a matrix; u y^T, x before^T and u v^T are
-  // outer products, the others element by element.
+  // dS = k * h / tau, where * is element by element. At the start h = u v^T * dP (`grad`), and df and dg, the gradients
+  // of -log u and -log v, are minus the row and column sums of k * h. An iteration computed u from `before`, the v
+  // before it, then v from u. Back through the iteration: y = dg * v, x = u * (df - u * (k y)), h += u y^T + x
+  // before^T, df = 0, dg = -before * (k^T x).
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

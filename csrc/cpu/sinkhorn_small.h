@@ -1,5 +1,5 @@
 // sinkhorn_scaled.h for n = 4, known at compile time: loops unroll, and vectors stay in registers. Two parts of a group
-// are computed together, so that their latencies overlap. A part is one vector of matrices, one matrix in each lane.
+// are computed together, so that their latencies overlap. A part has one matrix in each lane of a vector.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kSmall = 4;  // the n of this file
 
-// k, u and v (see sinkhorn_scaled.h) of two parts of a group: parts `first` and `first + 1`.
+// k, u and v (see sinkhorn_scaled.h) of parts `first` and `first + 1` of a group.
 template <int n, class Wide, class T>
 struct Small {
   using Each = Part<true, Wide, T>;
@@ -40,8 +40,8 @@ struct Small {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of[i][p] = 1 / sum over j of term(i, j, p). In double, one reciprocal, of the product of two sums, gives the
-  // inverses of both. kDoubleRange bounds the sums, so that the product is a normal number.
+  // of[i][p] = 1 / sum over j of term(i, j, p). In double, two inverses come from one reciprocal, that of the product
+  // of two sums. kDoubleRange bounds the sums, so that the product is a normal number.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
@@ -56,7 +56,7 @@ struct Small {
       }
     });
   }
-  // ((0 + 1) + 2) + 3: with (0 + 1) + (2 + 3), less latency but one instruction more, backward is 5 % slower.
+  // Adds the terms one after the other. (0 + 1) + (2 + 3) would have less latency, but makes backward 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -83,8 +83,8 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward, but df is multiplied by u at the start. The iterations run forward for both parts together, and
-// back for one part after the other, so that h stays in registers.
+// As scaled_backward, but df is multiplied by u once, at the start. The iterations run forward for both parts together,
+// and back for one part after the other, so that h stays in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {
@@ -94,7 +94,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
   State s(scores, first, forms, Form::scaled_float, Form::scaled_double);
   if (!s.wanted()) return;
   s.start(inv_tau);
-  // (parts, iterations, 2, n) vectors: v before the iteration, and its u.
+  // (parts, iterations, 2, n) vectors: v before each iteration, and the u that it computes.
   double* const history = arena.take<double>(parts * iterations * 2 * n * w);
   const auto saved = [&](int64_t t, int which, int i, int p) {
     return history + (((p * iterations + t) * 2 + which) * n + i) * w;
@@ -135,7 +135,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
         const V u = load(saved(t, 1, i, p));
 #pragma GCC unroll 4
         for (int j = 0; j < n; ++j) {
-          h[i][j] += u * y_here[j];  // two multiply-adds; as one expression it would take three instructions
+          h[i][j] += u * y_here[j];  // two multiply-adds; one expression would take three instructions
           h[i][j] += x[i] * before[j];
         }
       }

@@ -14,13 +14,13 @@ namespace MOE_ISA {
 namespace {
 
 // Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. The
-// elements of u and v (sinkhorn_scaled.h) and the products u_i v_j are at most exp(range), far below overflow.
+// products u_i v_j (sinkhorn_scaled.h) are at most exp(range), and u and v stay far from overflow.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 // The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, and all results are NaN.
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
-// The form of each matrix of a group; bit f of `found` is set if some matrix has form f.
+// The form of each matrix of a group. Bit f of `found` is set if a matrix has form f.
 template <int64_t group>
 struct Forms {
   Form each[group];
@@ -31,7 +31,7 @@ struct Forms {
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Takes arrays from scratch memory, each at a multiple of 64 bytes.
+// Divides scratch memory into arrays, each at a multiple of 64 bytes from its start.
 class Arena {
  public:
   explicit Arena(char* room) : room_(room) {}
@@ -47,8 +47,7 @@ class Arena {
   char* room_;
 };
 
-// The sum or maximum over the columns of a row, from the sums or maxima of each lane in v. If packed, each lane is
-// another matrix and v is the result; else the lanes are reduced.
+// Sum and maximum of a row from those of v's lanes. If packed, lanes have different matrices, and v is the result.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -59,28 +58,28 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: a group has as many
-// matrices as two vectors have lanes, so that sinkhorn_small.h can overlap the latencies of two; each element (i, j) is
-// `group` numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
+// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: a group has one
+// matrix for each lane of two vectors, so that sinkhorn_small.h can overlap their latencies. Element (i, j) is `group`
+// numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
 
-  int64_t n, row;  // rows and columns of a matrix; numbers from one row of `data` to the next
+  int64_t n, row;  // n: rows, and columns, of a matrix; row: numbers in a row of `data`
   Wide* data;
 
   Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
 
-  // Packed: element (i, j) of the matrices of a part (see Part). Not packed: the j-th vector of row i.
+  // Address of element (i, j) of the matrices of a Part if packed, else of the j-th vector of row i.
   template <class T>
   Wide* block(int64_t i, int64_t j, int64_t part) const {
     return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
   }
 
-  // Reads `count` matrices; if count < group, the others are zeros. Padding repeats the first element of its row.
+  // Reads `count` matrices; if count < group, the others become zeros. Padding repeats the first element of its row.
   template <class F>
   void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
-    const bool whole = packed && stride_row == n;  // a matrix is one long row
+    const bool whole = packed && stride_row == n;  // then a matrix is contiguous
     const int64_t rows = whole ? 1 : n, columns = whole ? n * n : n;
     if (count < group) std::fill(data, data + n * row, Wide(0));
     if constexpr (kTransposes<F>) {
@@ -109,8 +108,8 @@ struct Stage {
         }
   }
 
-  // Whether a whole group can be read and written in squares of lanes x lanes elements, transposed in registers. Element by
-  // element, it would take as long as twenty iterations at n = 4.
+  // Whether whole groups can be read and written in squares of lanes x lanes elements, transposed in registers. One
+  // element at a time takes as long as twenty iterations at n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
 
@@ -144,8 +143,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form of each of `count` matrices: the cheapest that all its rows allow, so the row of the widest range decides.
-  // may_scale: false if only the logarithmic form is right. Padding must be within the range of its row.
+  // The form of each of `count` matrices: the cheapest that Wide, tau and all rows allow. may_scale: whether the scaled
+  // forms are allowed. Padding must be within the range of its row.
   Forms<group> classify(double tau, bool may_scale, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -163,18 +162,18 @@ struct Stage {
         lowest = -max(-lowest, -low);
         range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
-      // In lanes where `where` is true, at least the form `least`; kind == kind is true in every lane.
+      // Raises `kind` to at least `least` in the lanes where `where` holds; kind == kind holds in every lane.
       const auto needs = [&](auto where, Form least) { kind = where ? max(kind, broadcast(Wide(least))) : kind; };
-      // Scores in double, or a tau outside the range of ExpOfDifference.
+      // float is too narrow for scores in double, or for a tau outside the range of ExpOfDifference (lanes.h).
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-      needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
+      needs(lowest == -inf, Form::logarithmic);  // -inf forbids a pair
       if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }
-    std::fill(forms.each + count, forms.each + group, Form::broken);  // no matrix
+    std::fill(forms.each + count, forms.each + group, Form::broken);  // lanes without a matrix
     for (int64_t l = 0; l < count; ++l) forms.found |= 1u << int(forms.each[l]);
     return forms;
   }
@@ -200,15 +199,15 @@ struct RowValues {
   }
 };
 
-// kLanes<T> matrices of a packed stage, or the only matrix of an unpacked one, computed in T. Results are written only
-// for matrices of form `one` or `other`.
+// Matrices of a group that are computed together, in T: kLanes<T> matrices of a packed Stage, or the only matrix of an
+// unpacked one. In a packed Stage, results are written only for matrices of form `one` or `other` (constructor).
 template <bool packed, class Wide, class T>
 class Part {
  public:
   static constexpr int64_t parts = packed ? Stage<packed, Wide>::group / kLanes<T> : 1;
 
   const Stage<packed, Wide>& scores;
-  int64_t part, n, blocks;  // blocks: vectors of a row
+  int64_t part, n, blocks;  // blocks: vectors in a row; n if packed
   bool wanted = false;      // whether a matrix has form `one` or `other`
 
   Part(const Stage<packed, Wide>& scores, int64_t part, const Forms<Stage<packed, Wide>::group>& forms, Form one, Form other)
@@ -227,7 +226,7 @@ class Part {
     return load_as<double>(stage.template block<double>(i, j, part));
   }
 
-  // Writes a result over its score, in the lanes of wanted matrices.
+  // Writes results over their scores; if packed, only for matrices of form `one` or `other`.
   void put(int64_t i, int64_t j, Vec<T> value) const {
     Wide* to = scores.template block<T>(i, j, part);
     if constexpr (packed) {

@@ -15,15 +15,15 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest k for which each choice takes a vectorised pass over the row; for a larger k, sorting the row is cheaper.
+// Largest k for which a vectorised pass over the row finds each choice; for larger k a partial sort is cheaper.
 constexpr int64_t kPasses = 256;
 
 // The type of keys: 64 bits for float64, else 32.
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to a multiple of
-// kMaskBits with the lowest key, and may be overwritten. order (n): scratch.
+// Writes to `experts` the positions of the k highest of n keys in descending order, equal keys by position. `key` must
+// be padded to a multiple of kMaskBits with the lowest Rank, and may be overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
@@ -60,7 +60,7 @@ struct Scratch {
   Rank<F>* key;             // (E), padded
   int32_t* order;           // (E)
 
-  // `room` has 20 bytes for each expert and padding: enough for every dtype.
+  // `room` has 20 bytes for each expert and padding: enough for float64 (8 + 8 + 4), so for every dtype.
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
     key = reinterpret_cast<Rank<F>*>(value + n);
@@ -84,7 +84,7 @@ void forward(const void* logits, int64_t stride, void* weights, int32_t* experts
       for (int64_t e = 0; e < num_experts; ++e) row.key[e] = key_of<F>(logit[e]);
       select_top_k(row.key, num_experts, k, expert, row.order);
       if (k == 0) continue;
-      // The first choice is the highest logit, or a NaN if there is one: then every weight is NaN.
+      // The first choice has the highest logit. If there is a NaN, `highest` is NaN, and so is every weight.
       const Wide highest = F::widen(logit[expert[0]]);
       const int64_t n = softmax_first ? num_experts : k;
 #pragma omp simd
@@ -110,7 +110,7 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
     if (logits != nullptr) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
-      // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
+      // The probability of expert e is w_0 exp(z_e - z_0), with logits z; w_0 and z_0 belong to the first choice. The
       // difference of two logits has one rounding, however large they are.
       const Wide highest = F::widen(logit[expert[0]]), scale = -mean * w[0];
 #pragma omp simd

@@ -1,4 +1,4 @@
-// For the tree_*.cpp files: the smooth step, and the order of leaves in a heap.
+// The smooth step and the order of leaves in a tree, for the tree_*.cpp files.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance
-// of u to the clamp, min(u, 1 - u), is computed as (half - |t|) / gamma with half = gamma / 2: the difference is exact
-// near the clamp, so both branches keep all digits there. The step is saturated if the distance is 0.
+// The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. min(u, 1 - u)
+// is computed as (half - |t|) / gamma with half = gamma / 2. This difference is exact near 0, so no digits of the
+// smaller branch probability are lost. The step is saturated if min(u, 1 - u) is 0.
 template <class Wide>
 struct Step {
   Wide half, inverse;
@@ -20,9 +20,9 @@ struct Step {
   template <class V>
   V distance(V t) const {
     const V r = (half - (t < 0 ? -t : t)) * inverse;
-    return r < 0 ? V{} : r;  // a NaN stays one
+    return r < 0 ? V{} : r;  // NaN stays NaN
   }
-  // The probability of the less likely branch: h(-|t|), 0 if the step is saturated.
+  // The probability of the less likely branch, h(-|t|); 0 if the step is saturated.
   template <class V>
   V low(V t) const {
     const V r = distance(t);
@@ -30,11 +30,10 @@ struct Step {
   }
 };
 
-// A tree is a heap: node 0 is the root, and node i has the children 2 i + 1 and 2 i + 2. Returns the first node of the
-// level of `node`.
+// A tree is a heap with root 0: node i has children 2 i + 1 and 2 i + 2. Returns the first node of the level of `node`.
 inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
 
-// Leaves are nodes E-1 .. 2E-2. Experts are the leaves from left to right: those of the deepest level come first.
+// Leaves are nodes E-1 to 2E-2. Experts are the leaves from left to right, so those of the deepest level come first.
 struct Leaves {
   int64_t experts, deepest, deep;  // deepest: first node of the deepest level; deep: number of its leaves
 
@@ -42,7 +41,7 @@ struct Leaves {
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
-  // heap[i + 1] is the value of node i; only leaves are copied.
+  // heap[i + 1] is the value of node i. Both functions copy only leaves.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
     std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);

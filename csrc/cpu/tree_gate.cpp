@@ -1,8 +1,8 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// One token at a time. Probabilities of nodes are multiplied from the root down, level by level; backward sums from the
-// leaves up. In heap order the nodes of a level are neighbours, and so are their children. All exponentials are one
-// loop, over the leaves of all trees.
+// A thread computes one token at a time. Forward multiplies probabilities from the root down, level by level; backward
+// adds gradients from the leaves up. In heap order the nodes of a level are neighbours, and so are their children, so
+// levels are computed in vectors. All exponentials are computed in one loop over the leaves of all trees.
 
 #include "ops.h"
 
@@ -23,9 +23,9 @@ constexpr int64_t kPad = 16;  // rows are padded to multiples of this, so that l
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's buffers for one token. In a tree's row of `split` and in the heap, nodes count from 1: node m has children
-// 2 m and 2 m + 1, so that each level of at least a vector starts at a multiple of a vector. Elements written past the
-// end of a level or a row are overwritten or not used for a result. Padding of the leaves stays 0.
+// A thread's buffers for one token. In `split` and `heap`, nodes count from 1: node m has the children 2 m and 2 m + 1,
+// so a level of at least one vector starts at a multiple of a vector. Elements written past the end of a level or a row
+// are overwritten or not used. Padding of the leaves stays 0.
 template <class F>
 struct TokenBuffers {
   using Key = typename F::Key;
@@ -34,8 +34,8 @@ struct TokenBuffers {
   static constexpr int64_t lanes = kLanes<Wide>;
   static constexpr auto every = std::make_index_sequence<lanes>();
 
-  int64_t trees, experts, stride, leaves;  // stride: from a tree's nodes to the next one's; leaves: of all trees, padded
-  Wide* split;                             // (K, stride): pre-activations; backward: their gradients
+  int64_t trees, experts, stride, leaves;  // stride: of a tree in `split`; leaves: of all trees, padded
+  Wide* split;                             // (K, stride): pre-activations, which backward replaces by gradients
   Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, backward also gradients
   Wide* heap;                              // (2 E padded + 2 kPad) of one tree
 
@@ -54,8 +54,7 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's
-  // prefetcher, and waiting for them would take a quarter of the time.
+  // Computes `prob`, and prefetches the next token's short rows: waiting for them would take a quarter of the time.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;
@@ -75,9 +74,9 @@ struct TokenBuffers {
     }
   }
 
-  // The softmax over the leaves of all trees is q times the returned scale. A leaf counts if its probability is not
-  // below `least` (a NaN counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist
-  // of 150 cycles a vector, like a subnormal result.
+  // Computes q; the softmax over the leaves of all trees is q times the returned scale. A leaf takes part if its
+  // probability is not below `least` (a NaN is not). For other leaves exp(0) is computed and not used, since exp(-inf)
+  // takes a microcode assist of 150 cycles a vector.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};
@@ -93,8 +92,8 @@ struct TokenBuffers {
     return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // Goes up from the heap's leaves, which hold p dp: a leaf's probability p times the gradient dp to it. Each node
-  // becomes the sum of its children; the gradient to its pre-activation overwrites the pre-activation in `split`.
+  // Writes the gradients of tree k's pre-activations over them, from the leaves up. At first the heap's leaves hold p
+  // dp, a leaf's probability times its gradient; each node becomes the sum of its children.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
     int64_t first = 1;
@@ -104,9 +103,9 @@ struct TokenBuffers {
       for (int64_t m = first; m < last; m += lanes) {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
-        // With r = 1/2 - |t| / gamma, at least 0, the less likely branch has h = r^2 (3 - 2 r) and h' / h =
-        // 6 (1 - r) / (gamma r (3 - 2 r)), the other has `high` = 1 - h and -h' / (1 - h). Both terms take the
-        // denominator r (3 - 2 r) (1 - h).
+        // With r = max(1/2 - |t| / gamma, 0), the less likely branch has the probability h = r^2 (3 - 2 r) and the
+        // relative slope h' / h = 6 (1 - r) / (gamma r (3 - 2 r)). The other has `high` = 1 - h and -h' / high. Both
+        // slopes are computed with the denominator r (3 - 2 r) high.
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
@@ -117,8 +116,8 @@ struct TokenBuffers {
     }
   }
 
-  // Replaces the first n lanes. A whole vector is written, since the level above reads it whole: a load that spans two
-  // stores would wait for both.
+  // Replaces the first n lanes at `to`. The whole vector is stored, since the level above loads it whole: a load that
+  // spans two stores waits for both.
   static void replace_first(Wide* to, V v, int64_t n) {
     store(to, n < lanes ? (indices(every) < Wide(n) ? v : load(to)) : v);
   }
@@ -189,10 +188,10 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is at most 1, scale alone up to 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is at most 1; scale alone may be 1 / least
           out[e] = F::narrow(q[e]);
         }
-        // q is the gradient to the leaf's logit. It becomes p dp (see ascend).
+        // q is now the gradient of the leaf's logit, and becomes p dp (see ascend).
         if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {

@@ -1,9 +1,9 @@
-// The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach. A node
-// is saturated if its pre-activation is gamma / 2 or more in size. There are K trees (`trees`) and P features (`dim`).
+// The products of a tree gate with mostly saturated nodes: skips nodes and leaves that a token cannot reach. A node is
+// saturated if its pre-activation is at least gamma / 2 in absolute value. K = trees, P = dim, the features.
 //
-// Below its first `levels` levels a tree is divided into branches of at most kColumns nodes and leaves. A branch
-// gathers the rows of x of the tokens that reach it. tree_gate_products_cpu.py computes the few nodes above the
-// branches for all tokens. At E = 256 experts and pre-activations of size gamma, a fifth of all products is left.
+// Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes and leaves. The
+// weights of a branch are multiplied only by the tokens that reach the branch. tree_gate_products_cpu.py computes the
+// few nodes above the branches for all tokens.
 
 #include "ops.h"
 
@@ -20,17 +20,16 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 32;  // room of a branch: at most four levels of nodes and their leaves, 31 columns
+constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels of nodes and their leaves are 31
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
-constexpr int64_t kDepth = 256;   // tokens at a time in the sums of the weights' gradient
+constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
 
-// A tile is kRows x 2 vectors, since 2 vectors of AVX-512 hold a branch. It has as many sums as a tile of moe/tiles.h.
+// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. It has as many sums as one of moe/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
 
-// A matrix in memory: element (i, j) is at[i * row + j * column]. If `rows` is not null, rows[i] replaces i; if `columns`
-// is not null, columns[j] replaces j.
+// Element (i, j) is at[i * row + j * column], with rows[i] instead of i, and columns[j] instead of j, unless null.
 template <class T>
 struct Matrix {
   T* at;
@@ -40,9 +39,8 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// M rows from `first` on, at most up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kWidth) is
-// packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be anywhere. If `gathered`, columns of a may be
-// anywhere too, and a is prefetched instead of `lines`.
+// Computes M rows from `first` on, or fewer if `rows` ends before, of c (rows, columns) = a b, or c += a b if `more`. b
+// (depth, kWidth) is packed. Rows of a may be gathered; if `gathered`, so may its columns, and a is prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -78,8 +76,7 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. The tokens that reach a branch are token[offsets[number]] up to
-// token[offsets[number + 1] - 1], in ascending order.
+// Branch b of tree k has number k << levels | b. The tokens that reach it start at token[offsets[number]], ascending.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -90,7 +87,7 @@ struct Branches {
   const int32_t* end(int64_t number) const { return token + offsets[number + 1]; }
 
   // Calls visit(first column, number of columns, index of the first node or leaf, whether they are leaves) for each run
-  // of neighbouring nodes or leaves of a branch. Returns the branch's number of columns.
+  // of consecutive nodes or leaves of a branch. Returns the number of columns of the branch.
   template <class Visit>
   int64_t each_run(int64_t number, Visit visit) const {
     const Leaves leaves(experts);
@@ -105,13 +102,13 @@ struct Branches {
   }
 };
 
-// A tensor of the nodes, (.., K, E-1, dim), and one of the leaves, (.., K, E, dim).
+// A tensor of the nodes, (.., K, E-1, dim), and a tensor of the leaves, (.., K, E, dim).
 template <class T>
 struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // Node or leaf `index` of a tree, `dim` elements. In tensors with a token dimension, `tree` is token * K + tree.
+  // The `dim` elements of node or leaf `index` of a tree. If the tensors have tokens, `tree` is token * K + tree.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
@@ -121,17 +118,16 @@ template <class T>
 struct Products {
   Branches branches;
   int64_t tokens, dim;
-  TreeTensors<T> weight, logits;  // logits: pre-activations, or backward their gradients
-  T* packed;                      // the weights of all branches, packed in panels: room() elements a branch
+  TreeTensors<T> weight, logits;  // logits: pre-activations; in backward, their gradients
+  T* packed;                      // packed weights of all branches, room() elements for each
   T* scratch;                     // scratch_stride elements for each thread
   int64_t scratch_stride;
   int threads;
   Elements<T> kind = elements_of<T>(sizeof(T) == 8 ? int(DType::float64) : int(DType::float32));
 
   static constexpr int64_t panel = kWidth<T>;
-  int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // of a branch in `packed`
+  int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // elements for a branch
 
-  // Calls work(number, scratch of the thread) for number < count.
   template <class Work>
   void share(int64_t count, Work work) const {
     std::atomic<int64_t> next{0};
@@ -140,8 +136,8 @@ struct Products {
       for (int64_t i = next++; i < count; i = next++) work(i, scratch + thread * scratch_stride);
   }
 
-  // Packs the weights w (columns, P) of every branch that a token reaches. If `transposed`, panels are (P, panel)
-  // pieces of w^T, for x w^T; else (columns, panel) pieces of w, for gradients times w.
+  // Packs the weights w (columns, P) of every branch that a token reaches: panels (P, panel) of w^T if `transposed`, to
+  // compute x w^T; else panels (columns, panel) of w, to multiply gradients by w.
   void pack_weights(bool transposed) const {
     share(branches.count(), [&](int64_t number, T* w) {
       if (branches.begin(number) == branches.end(number)) return;
@@ -156,7 +152,7 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for every branch that tokens of a block reach, token[0 .. rows).
+  // Calls work(number, token, rows, prefetcher) for each branch that tokens of the block reach: token[0 .. rows - 1].
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
@@ -174,7 +170,7 @@ struct Products {
     }
   }
 
-  // to (rows, kColumns) = the logits of `rows` tokens in a branch. Returns the branch's number of columns.
+  // to (rows, kColumns) = the logits of `rows` tokens in a branch. Returns the number of columns of the branch.
   int64_t read(int64_t number, const int32_t* token, int64_t rows, T* to) const {
     return branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
       for (int64_t r = 0; r < rows; ++r) {
@@ -208,7 +204,7 @@ struct Products {
     });
   }
 
-  // dx (T, P) += gradients of the logits times weights, over the branches that each token reaches.
+  // dx (T, P) += gradients of the logits times weights, over the branches that a token reaches.
   void to_x(T* dx) const {
     pack_weights(false);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* grads) {
@@ -226,7 +222,7 @@ struct Products {
     share(branches.count(), [&](int64_t number, T* sums) {
       T *grads = sums + dim * kColumns, *panels = grads + kDepth * kColumns;
       const int32_t *first = branches.begin(number), *end = branches.end(number);
-      std::fill(grads, grads + kDepth * kColumns, T(0));  // zeros behind the columns of this branch
+      std::fill(grads, grads + kDepth * kColumns, T(0));  // columns that the branch lacks stay 0
       if (first == end) std::fill(sums, sums + dim * kColumns, T(0));
       Prefetcher none{{}, 1, false};
       for (const int32_t* token = first; token < end; token += kDepth) {
@@ -249,8 +245,8 @@ struct Products {
   }
 };
 
-// The branches of a tree that a token reaches, one bit each. split: the pre-activations of the nodes of the first
-// `levels` levels at least; half: gamma / 2. No jump depends on data, since half of them would be mispredicted.
+// The branches of a tree that a token reaches, one bit each. split: pre-activations of at least the first `levels`
+// levels; half: gamma / 2. No jump depends on data, since half of such jumps would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
   uint64_t away = 0;  // branches that saturated nodes exclude
@@ -291,7 +287,6 @@ void reach(const T* split, int64_t stride_token, int64_t stride_tree, double gam
   }
 }
 
-// Products from the arguments MOE_TREE_PRODUCTS_ARGS of ops.h.
 #define MOE_PRODUCTS(T)                                                                                       \
   Products<T> {                                                                                               \
     {trees, experts, levels, offsets, token}, tokens, dim,                                                            \

@@ -1,8 +1,8 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each
-// token goes left or right. A token for which a node is not saturated, so that both branches are possible, leaves the
-// block: the leaves below the node are searched for this token alone, likeliest node first.
+// A block of tokens descends a tree together, so that a node's weights are read once for all its tokens that reach the
+// node. At a saturated node a token goes left or right. At any other node both branches are possible, and the token
+// leaves the block: the tree below the node is searched for this token alone, likeliest node first.
 
 #include "ops.h"
 
@@ -19,8 +19,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; the bits of each do not depend on the others
+constexpr int64_t kBlock = 128;  // tokens of a block; their x (384 KiB in float32 at P = 768) stays in the L2 cache
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; their results do not depend on each other
 
 template <class Wide>
 struct Candidate {
@@ -39,7 +39,7 @@ class Descent {
     const Key *split, *leaf, *split_bias, *leaf_bias;  // (K, E-1, P), (K, E, P), (K, E-1), (K, E); biases may be null
   };
   struct Results {
-    Wide* logits;  // (T, K), as the arrays below; merge_trees replaces the logit by the weight
+    Wide* logits;  // as the arrays below (T, K); merge_trees replaces the logit by the weight
     int32_t *experts, *visited;
     uint8_t* unsaturated;
   };
@@ -55,7 +55,7 @@ class Descent {
     logit_ = reinterpret_cast<Wide*>(others_ + kBlock);
   }
 
-  // Tokens first .. first + count of x (T, P), count <= kBlock.
+  // Routes tokens first to first + count - 1 of x (T, P); count <= kBlock.
   void run(const Key* x, int64_t stride, int64_t first, int64_t count) {
     first_ = first;
     if constexpr (std::is_same_v<F, Float32> || std::is_same_v<F, Float64>) {
@@ -101,11 +101,11 @@ class Descent {
       for (int i = 0; i < count; ++i) rest[i] += w[j] * x[i][j];
     for (int i = 0; i < count; ++i) {
       const Wide sum = across<Wide>(even[i] + odd[i], [](Vec<Wide> a, Vec<Wide> b) { return a + b; })[0] + rest[i];
-      out[i] = F::widen(F::narrow(sum + bias));  // rounded to the dtype of x, as a matrix product is
+      out[i] = F::widen(F::narrow(sum + bias));  // rounded to the dtype of x, as matrix products are
     }
   }
 
-  // logit_[i] = <row `index` of weight, x of token order_[i]> + bias[index], for i in [begin, end).
+  // logit_[i] = <row `index` of weight, x of token order_[i]> + bias[index], for begin <= i < end.
   void products(const Key* weight, const Key* bias, int64_t index, int64_t begin, int64_t end) const {
     const Wide *w = row(weight + index * dim_), b = bias == nullptr ? Wide(0) : F::widen(bias[index]);
     for (; begin + kTokensAtOnce <= end; begin += kTokensAtOnce) products<kTokensAtOnce>(w, order_ + begin, b, logit_ + begin);
@@ -114,7 +114,7 @@ class Descent {
 
   int64_t node_row(int64_t node) const { return tree_ * (experts_ - 1) + node; }
 
-  // Takes the tokens order_[begin .. end), which reach `node`, down the tree below it.
+  // Routes the tokens order_[begin] to order_[end - 1], which reach `node`, below it.
   void descend(int64_t node, int64_t begin, int64_t end, int32_t depth) {
     if (begin == end) return;
     if (node >= experts_ - 1) {
@@ -139,14 +139,14 @@ class Descent {
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
-    // Now order_ holds tokens that go left, from `left` on those that go right, from `alone` on those searched alone.
+    // order_ has the tokens that go left, from `left` on those that go right, from `alone` on those searched alone.
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
   }
 
-  // Finds the likeliest leaf under `start`, the left-most if tied; the token reaches `start` with probability 1. Nodes
-  // are expanded from the likeliest on, until none is left that is as likely as the best leaf.
+  // Finds the likeliest leaf under `start`, the left-most of several. The token reaches `start` with probability 1.
+  // Nodes are expanded in descending probability, as long as one is at least as likely as the best leaf.
   void search(int32_t token, int64_t start, int32_t visited) {
     Candidate<Wide>* end = frontier_;
     Candidate<Wide> best{Wide(-1), 0};
@@ -166,7 +166,7 @@ class Descent {
       ++visited;
       const Wide t = product(token, weights_.split, weights_.split_bias, node_row(here.node));
       const Wide low = step_.low(t), high = 1 - low;
-      if (t != t) {  // the search goes left with probability 1, and the result is NaN
+      if (t != t) {  // the search goes left with probability 1, and the token's logit is NaN
         unknown = true;
         add_candidate(here.prob, 2 * here.node + 1);
         continue;
@@ -194,7 +194,7 @@ class Descent {
     results_.unsaturated[index] = unsaturated;
   }
 
-  // The softmax over a token's trees. If several trees chose the same expert, the first gets the sum of their weights.
+  // Replaces a token's logits by a softmax over trees. The first of several trees with one expert gets all its weight.
   void merge_trees(int64_t token) const {
     Wide* weight = results_.logits + token * trees_;
     int32_t* expert = results_.experts + token * trees_;
@@ -219,7 +219,7 @@ class Descent {
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right, then from its end the undecided ones
+  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; from its end, undecided tokens
   Candidate<Wide>* frontier_;          // (E + 1)
 };
 
