@@ -99,13 +99,12 @@ def tree_gate(
         x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split
         pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
 
-    Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes, and leaves that a token cannot reach,
-    get exactly 0. Kernels give finite gradients for finite inputs and are once differentiable. "reference" divides by
-    probabilities: if the most likely leaf in the softmax has probability 1e-36, a gradient of 1e4 overflows. For a
-    token with NaN gates, gradients of nodes and leaves are NaN or 0, and backends may differ. Autocast: runs in the
-    dtype of its inputs. FLOPs of kernels (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward
-    if all gradients are needed. On a GPU torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul
-    allows it, else IEEE.
+    Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
+    Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
+    NaN or infinite if no leaf in the softmax is more likely than 1e-36. For a token with NaN gates, the gradient of a
+    node or leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of its inputs. FLOPs of kernels
+    (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward if all gradients are needed. On a GPU
+    torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:
         TypeError: a tensor of another dtype than x, gamma is not a number, or a torch.func transform or forward-mode
@@ -147,10 +146,11 @@ def tree_route(
     statistics: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
-    """One expert per tree, for inference: the likeliest leaf, found from the root without computing all nodes.
+    """One expert per tree, for inference: the likeliest leaf, or the left-most of several.
 
-    Of equally likely leaves the left-most is taken. weights = softmax of the logits of the K leaves. If every node on
-    the K paths is saturated, the result equals the gates of `tree_gate`; otherwise it is an approximation.
+    Kernels search for this leaf from the root and do not compute all nodes. weights = softmax of the logits of the K
+    leaves. If every node on the K paths is saturated, the result equals the gates of `tree_gate`; otherwise it is an
+    approximation.
 
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.
