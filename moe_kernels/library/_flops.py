@@ -1,8 +1,8 @@
 """FLOP formulas for torch.utils.flop_counter, registered when that module is imported.
 
-This package does not import flop_counter itself, because flop_counter imports Triton if it is installed: 75 modules,
+`import moe_kernels` does not import flop_counter, because that would import Triton if it is installed: 75 modules,
 0.5 s. A FlopCounterMode copies the registered formulas in its constructor, so a hook registers them directly after the
-import.
+import of flop_counter.
 """
 
 from __future__ import annotations
