@@ -24,8 +24,7 @@ INDEX = (torch.int32, torch.int64)
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
     """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`.
 
-    Outside torch.compile also if a torch.func transform (with `batched`, one other than vmap) wraps the tensor, or if
-    the tensor has a tangent of forward-mode differentiation.
+    Outside torch.compile also under a torch.func transform (if `batched`, other than vmap) or forward-mode AD.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")

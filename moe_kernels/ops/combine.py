@@ -38,8 +38,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     any number of times. FLOPs of kernels (torch's counter): 2 R D forward, 3 R D backward; without weights R D and 0.
 
     Raises:
-        TypeError: rows or weights is not a strided tensor of those dtypes, an array of the plan is not int32, or a
-            torch.func transform or forward-mode differentiation is used.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: shapes or devices that do not fit, arrays of the plan that are not as RoutingPlan describes, or
             values of the plan out of range, where they are checked (see plan).
         BackendError: the named backend cannot run this.

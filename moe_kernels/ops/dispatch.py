@@ -36,8 +36,7 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     of kernels (torch's counter): 0 forward, R D backward.
 
     Raises:
-        TypeError: x is not a strided tensor of those dtypes, an array of the plan is not int32, or a torch.func
-            transform or forward-mode differentiation is used.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: x is not (T, D) or on another device than the plan; arrays of the plan that are not as RoutingPlan
             describes; or, where values are checked (see plan), tokens outside [-1, T), slots outside [-1, R) or a
             number of rows in use outside [0, R].

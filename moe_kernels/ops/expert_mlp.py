@@ -70,8 +70,7 @@ def expert_mlp(
     bias needs a gradient.
 
     Raises:
-        TypeError: a tensor of another dtype or layout, or a torch.func transform or forward-mode differentiation is
-            used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: shapes or devices that do not fit, an unknown activation, an odd W with one that halves the columns,
             or values of the plan out of range, where they are checked (see combine).
         BackendError: the named backend cannot run this.

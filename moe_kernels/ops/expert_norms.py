@@ -53,10 +53,8 @@ def expert_norms(
     all gradients are needed, a third of them for recomputation.
 
     Raises:
-        TypeError: a tensor of another dtype or layout, or a torch.func transform or forward-mode differentiation is
-            used.
-        ValueError: shapes or devices that do not fit, an unknown activation or "swiglu_clamped", or an odd W with a
-            gated activation.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: shapes or devices that do not fit, an unknown or clamped activation, or an odd W with a gated one.
         BackendError: the named backend cannot run this.
 
     Source: paper 004 (CompeteSMoE), the competition mechanism.

@@ -71,8 +71,7 @@ def grouped_gemm(
     waits for the device.
 
     Raises:
-        TypeError: a tensor of another dtype or layout, or a torch.func transform or forward-mode differentiation is
-            used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: shapes or devices that do not fit, an unknown activation, an odd Dout with one that halves the
             columns, offsets or tokens out of range, where they are checked, or on "triton" a result or gradient of more
             than 2^22 columns.

@@ -21,8 +21,7 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         O(n^3) time a matrix: meant for one call per training, not for every step.
 
     Raises:
-        TypeError: soft is not a strided tensor of those dtypes, or a torch.func transform or forward-mode
-            differentiation is used.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: soft is not (..., n, n), holds NaN or +inf, or forbids every permutation.
         ImportError: scipy is missing: pip install moe_kernels[assignment].
         BackendError: the named backend cannot run this.

@@ -49,8 +49,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     one an element, forward and backward, for the product with the mask; comparisons are not counted.
 
     Raises:
-        TypeError: x is not a strided tensor of those dtypes, k is not an int, values has another dtype, or a torch.func
-            transform other than vmap, or forward-mode differentiation, is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or torch.func (not vmap) is used.
         ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
         BackendError: the named backend cannot run this.
 
@@ -98,8 +97,7 @@ def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     """`kwta` of x and its mask as bits, from one selection: y (..., N), bits int32 (..., ceil(N / 32)).
 
     Bit i of word w is element 32 w + i; bits past N are 0. `kwta_apply` applies the bits, for example if one mask is
-    used for several tensors or epochs. Arguments, order of values, tie rules and errors are those of `kwta`. Not
-    differentiable.
+    used for several tensors. Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable.
 
     Example:
         >>> y, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
@@ -127,8 +125,7 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
     number of times.
 
     Raises:
-        TypeError: values is not a strided tensor of those dtypes, bits is not int32, or a torch.func transform other
-            than vmap, or forward-mode differentiation, is used.
+        TypeError: a tensor has another dtype or layout, or forward-mode AD or torch.func (not vmap) is used.
         ValueError: bits of another shape or device, or values without dimensions.
         BackendError: the named backend cannot run this.
 

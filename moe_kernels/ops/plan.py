@@ -56,8 +56,7 @@ def make_plan(
     for the device. Plans have no gradient.
 
     Raises:
-        TypeError: experts or priority is not a strided tensor of those dtypes, num_experts or capacity is not an int,
-            or a torch.func transform or forward-mode differentiation is used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: experts that are not (T, K), a priority that is not (T,) on their device, num_experts < 1,
             capacity < 0, unknown order, an id as above, or T * K above 2^31 - 1 (rows have int32 indices).
         BackendError: the named backend cannot run this.
@@ -122,8 +121,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     Gradient: from weights to the scores of chosen tokens; the choice itself is a constant.
 
     Raises:
-        TypeError: scores is not a strided tensor of those dtypes, capacity is not an int, or a torch.func transform or
-            forward-mode differentiation is used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
@@ -169,8 +167,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     Gradient: from weights to the scores of the assigned pairs; the matching itself is a constant.
 
     Raises:
-        TypeError: scores is not a strided tensor of those dtypes, capacity is not an int, or a torch.func transform or
-            forward-mode differentiation is used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 

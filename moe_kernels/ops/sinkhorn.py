@@ -12,15 +12,14 @@ of ones, w' is w transposed). Then for t from last to first
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
     A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
 
-and at the end dS /= tau. Where P is exactly 1, the terms w and -w of dS then cancel exactly. Terms w / tau might not: a
-sum that is fused into a multiply-add does not round them. Saved for backward: the scores, or P if the gradient is
-implicit. A kernel computes the potentials again in backward, which takes O(n) numbers for each iteration.
+and at the end dS /= tau. Where P is exactly 1, the terms w and -w of dS then cancel exactly. Terms w / tau and -w / tau
+might not: one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
+the gradient is implicit. Kernels compute the potentials again and store O(n) numbers for each iteration in backward.
 
 At tau = 1e-7, S / tau is 1e7 for a score of 1; near 1e7 float32 numbers are 1 apart. Kernels therefore have two forms.
 If the range of S / tau in each row is small, they scale exp((S - row maximum) / tau) by vectors. Otherwise they keep
 potentials in float64 and take differences before exp. Prescribed sums, a tolerance and a falling temperature always
-need potentials. For 9 <= n <= 64 GPU kernels of the first form skip iterations that change no bit of P, or in backward
-at most 6e-14 of sum |w| (backends/triton/_sinkhorn_scaled.py, csrc/cuda/sinkhorn.cu).
+need potentials.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ def sinkhorn(
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
 
     Columns are normalised last, so they sum to one. Rows sum to one only after convergence, which is slow at small tau:
-    for normal scores, tau = 1e-7 and n = 8, some rows sum to 4 after 150 iterations. anneal_from helps.
+    for normal scores, tau = 1e-7 and n = 8, row sums of up to 4 remain after 150 iterations (see anneal_from).
 
     Args:
         scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
             -inf forbids a pair; a row or column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes
-            NaN in every element (if iterations > 0); other matrices do not change.
+            NaN everywhere (if iterations > 0), without effect on other matrices.
         iterations: at least 0. Each normalises the rows, then the columns.
         tau: temperature, finite and above 0. Results for float32 scores at tau down to 1e-7 are within 1e-6 of those
             computed in float64.
@@ -81,7 +80,7 @@ def sinkhorn(
         rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
             and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise the iteration
             does not converge.
-        noise: like scores, added to them; with Gumbel noise results are random (Gumbel-Sinkhorn).
+        noise: like scores, added to them; Gumbel noise gives Gumbel-Sinkhorn.
         tolerance: a matrix takes no further iteration once each of its row and column sums is within `tolerance` of 1
             (or of rows and columns). It cannot be combined with anneal_from.
         backend: "reference", "cpu", "triton" or "cuda" (the last two up to n = 1024); None: automatic choice (see
@@ -90,16 +89,13 @@ def sinkhorn(
     Returns:
         (..., n, n) in the dtype of scores.
 
-    Gradient: to scores and noise (and, unrolled, to rows and columns). It has the factor 1 / tau. At tau = 1e-7 most
-    elements of the result are exactly 0 or 1, and most of the gradient are exactly 0. Kernels are once differentiable.
-    torch.vmap is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's counter) for each
-    matrix: 4 n^2 an iteration forward, 12 n^2 an iteration backward (the multiply-adds of scaling by vectors), or 2 n^3
-    backward with gradient="implicit".
+    Gradient: to scores and noise (and, unrolled, to rows and columns), with the factor 1 / tau. At tau = 1e-7 most of
+    its elements are exactly 0, since most of the result are exactly 0 or 1. Kernels are once differentiable. torch.vmap
+    is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's counter) a matrix: 4 n^2 an
+    iteration forward, 12 n^2 backward (the multiply-adds of scaling by vectors), or 2 n^3 in all if implicit.
 
     Raises:
-        TypeError: scores, rows or columns is not a strided tensor of those dtypes, noise has another dtype than scores,
-            iterations is not an int, tau, anneal_from or tolerance is not a number, or a torch.func transform other
-            than vmap, or forward-mode differentiation, is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or torch.func (not vmap) is used.
         ValueError: scores not (..., n, n), iterations < 0, tau or tolerance not in (0, inf), anneal_from < tau, rows or
             columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
             unknown gradient, or gradient="implicit" with a row sum that has not converged, or with rows or columns that

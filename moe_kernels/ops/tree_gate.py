@@ -1,6 +1,6 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u) with u = t/g + 1/2, g = gamma     (paper 001, eq. 9)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u) with u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
     s_kq = <split_weight_kq, x> + split_bias_kq        for node q = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
     p_ke = product of h(s) or h(-s) over the nodes above leaf e, h(s) where the path goes left:     p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                       a (T, K, E)
@@ -45,14 +45,13 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
         backend: "reference" or None.
 
     Returns:
-        h in the dtype of t, computed in float32 (float64 stays). Exactly 0 up to -gamma/2 and 1 from gamma/2 on. The
-        form above is accurate near -gamma/2, where the terms of the paper's expanded cubic cancel. NaN stays NaN.
+        h in the dtype of t, computed in float32 (float64 stays). This form is accurate near -gamma/2, where the paper's
+        expanded cubic cancels. NaN stays NaN.
 
     Gradient: to t, 6 u (1 - u) / gamma, exactly 0 at and beyond +-gamma/2.
 
     Raises:
-        TypeError: t is not a strided tensor of those dtypes, gamma is not a number, or a torch.func transform or
-            forward-mode differentiation is used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: gamma is out of range.
         BackendError: the named backend cannot run this.
 
@@ -84,9 +83,8 @@ def tree_gate(
     Args:
         x: (T, P), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
-        leaf_weight: (K, E, P) in the dtype of x, leaves from left to right; leaf e belongs to expert e. In heap order
-            leaves are the nodes E-1 .. 2E-2. If E is not a power of two, leaves have two depths, and the deeper ones,
-            the last in the heap, are the left-most.
+        leaf_weight: (K, E, P) in the dtype of x; leaf e, counted from the left, belongs to expert e. Leaves are the
+            places E-1 .. 2E-2 of the heap. If E is not a power of two, the deeper leaves, last in the heap, come first.
         gamma: width of the smooth step, as for smooth_step: from 1.2e-38 to 8.5e37 unless x is float64.
         split_bias, leaf_bias: (K, E-1) and (K, E) in the dtype of x, or None.
         parity: the leaf probability in the softmax. None: p, as in eq. 3. As in the authors' code, "tf": p + 1e-8, or 0
@@ -95,9 +93,9 @@ def tree_gate(
 
     Returns:
         gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which sum to one over the leaves of a
-        tree. A leaf below the other child of a saturated node has a probability of exactly 0. Both are in the dtype of
-        x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split
-        pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
+        tree. A leaf that a token cannot reach, because a node above it is saturated (h is 0 or 1), has probability 0.
+        Both are in the dtype of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN
+        among a token's split pre-activations, or among the logits of reachable leaves, makes its gates NaN.
 
     Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
     Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
@@ -107,8 +105,7 @@ def tree_gate(
     torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:
-        TypeError: a tensor of another dtype than x, gamma is not a number, or a torch.func transform or forward-mode
-            differentiation is used.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: shapes that do not fit, another device than that of x, gamma out of range, an unknown parity.
         BackendError: the named backend cannot run this.
 
