@@ -5,7 +5,7 @@
     dw_tk   = <rows_r, dy_t>        0 for a dropped choice
 
 Saved for backward: rows, w and arrays of the plan; without weights only the arrays. A kernel computes both gradients in
-one pass over rows. Both are linear in dy, rows and w, so their derivative consists of the same two operators.
+one pass over rows. Both are linear in each of dy, rows and w, so their derivative uses the same two operators.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def expert_mlp(
 
     Returns:
         y (T, Dout) in the dtype of x, equal within rounding to dispatch, grouped_gemm, grouped_gemm and combine. A
-        token without a kept choice is zero; a dropped choice adds nothing, whatever its weight.
+        token without a kept choice is zero; a dropped choice adds nothing, even if its weight is NaN.
 
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Kernels
     are once differentiable. The inputs are not cast for autocast; nn.ExpertMLP casts them.

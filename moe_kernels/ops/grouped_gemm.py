@@ -6,7 +6,7 @@
 
 x is (R, Din), or (T, Din) gathered through row_token. Gathered rows are stored only where torch multiplies them (large
 experts on a CPU). dx is the forward kernel on the transposed weight. Saved for backward: the arguments and, with an
-activation, pre. On a GPU the host does not wait for the offsets, unless they are checked (MOE_KERNELS_CHECK=1).
+activation, pre. The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not 1.
 """
 
 from __future__ import annotations

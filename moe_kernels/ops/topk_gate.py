@@ -53,7 +53,8 @@ def topk_gate(
     FLOPs (torch's counter): 0; comparisons and exponentials are not counted.
 
     Raises:
-        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or torch.func (not vmap) is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform other
+            than vmap is used.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the named backend cannot run this.
 

@@ -1,6 +1,6 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u) with u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u), u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
     s_kq = <split_weight_kq, x> + split_bias_kq        for node q = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
     p_ke = product of h(s) or h(-s) over the nodes above leaf e, h(s) where the path goes left:     p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                       a (T, K, E)
