@@ -3,10 +3,10 @@
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from dy as in a two-layer network
 
-Kernels compute experts in groups, with a row for each token and each expert of a group, so the (T, E, Dout) outputs are
-never in memory at once. GPU kernels sum the squares of the second product's accumulators and do not store outputs.
-Saved for backward: x, the norms and the parameters. Backward computes hidden layers and outputs of a group again. The
-gradients are those of an expert MLP with gate weights ds / s and the output gradient y.
+Kernels compute experts in groups, with a row for each token and each expert of a group. On a GPU forward squares and
+sums the accumulators of the second product and does not store outputs. Saved for backward: x, the norms and the
+parameters. Backward computes hidden layers and outputs of a group again. The gradients are those of an expert MLP with
+gate weights ds / s and the output gradient y.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     one an element, forward and backward, for the product with the mask; comparisons are not counted.
 
     Raises:
-        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform other
-            than vmap is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
         BackendError: the named backend cannot run this.
 

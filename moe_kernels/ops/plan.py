@@ -109,7 +109,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
     Args:
         scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), in the papers the softmax over
-            experts. Of equal scores the lower token is taken first; -0.0 equals 0.0, NaN ranks highest.
+            experts. Of equal scores the lower token index is taken first; -0.0 equals 0.0, NaN ranks highest.
         capacity: largest number of tokens that an expert takes, from 0.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 

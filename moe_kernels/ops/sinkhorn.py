@@ -95,8 +95,8 @@ def sinkhorn(
     iteration forward, 12 n^2 backward (the multiply-adds of scaling by vectors), or 2 n^3 in all if implicit.
 
     Raises:
-        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform other
-            than vmap is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: scores not (..., n, n), iterations < 0, tau or tolerance not in (0, inf), anneal_from < tau, rows or
             columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
             unknown gradient, or gradient="implicit" with a row sum that has not converged, or with rows or columns that

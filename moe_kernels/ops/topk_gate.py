@@ -44,7 +44,7 @@ def topk_gate(
 
     Returns:
         weights (T, K) in the dtype of logits, computed in float32 (float64 stays), and experts (T, K) int32. Choices
-        are in descending order of z; of equal z the lower expert comes first.
+        are in descending order of z; of equal z the lower expert index comes first.
 
     Order of values: -0.0 equals 0.0; NaN ranks above +inf and equals every NaN. A NaN among the logits of a softmax
     makes all of its weights NaN, as in torch.softmax; the experts are still defined.
@@ -53,8 +53,8 @@ def topk_gate(
     FLOPs (torch's counter): 0; comparisons and exponentials are not counted.
 
     Raises:
-        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform other
-            than vmap is used.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the named backend cannot run this.
 
