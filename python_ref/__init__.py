@@ -1,4 +1,4 @@
-"""The definitions: one short, pure PyTorch module per operation (harden calls scipy). Any device, any dtype.
+"""The definitions: one PyTorch module per operation, for any device (harden calls scipy on the CPU).
 
-Differentiable where the operation is. Every kernel of moe_kernels is verified against these; they import nothing of it.
+Kernels of moe_kernels are verified against these modules, which import nothing from moe_kernels.
 """

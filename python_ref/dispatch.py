@@ -1,4 +1,4 @@
-"""Dispatch, by definition: row r of the result is the token that the plan put there, or zeros."""
+"""Dispatch, by definition: row r of the result is token row_token_r, or zeros."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The norm of every expert's output for every token, by definition: all (T, E, Dout) outputs, then their norms.
 
-Paper 004 (CompeteSMoE): experts compete by how strongly they respond, s_te = ||expert_e(x_t)||.
+Paper 004 (CompeteSMoE) routes a token to the experts with the largest norms.
 """
 
 import torch

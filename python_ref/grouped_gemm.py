@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def activate(pre: Tensor, activation: str | None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """act(pre), elementwise; gelu is the exact one, with erf. Gated activations halve the number of columns.
+    """act(pre). gelu is computed with erf. swiglu, geglu and swiglu_clamped halve the number of columns.
 
-    swiglu and geglu: silu (gelu) of the first half of the columns, times the second half. swiglu_clamped:
-    (u + 1) g sigmoid(alpha g), with g the even columns, clamped to at most limit, and u the odd ones, to +-limit.
+    swiglu, geglu: silu or gelu of the first half of the columns, times the second half. swiglu_clamped:
+    (u + 1) g sigmoid(alpha g), with g the even columns, clamped to at most limit, and u the odd columns, to +-limit.
     """
     if activation is None:
         return pre
@@ -39,10 +39,10 @@ def grouped_gemm(
 ) -> Tensor:
     """rows (R, Din), weight (E, Din, Dout) -> (R, Dout): out_r = act(rows_r W_e + b_e), with e the expert of row r.
 
-    A gated activation or swiglu_clamped returns (R, Dout / 2).
-    Expert e has the rows expert_offsets[e] up to expert_offsets[e + 1]; rows after those of the last expert are zero.
-    Computed in float32 (float64 stays) and rounded once; swiglu_clamped also rounds its input to the dtype of rows.
-    With row_token (R,), `rows` holds tokens (T, Din): row r reads rows[row_token_r], or zeros where row_token_r is -1.
+    swiglu, geglu and swiglu_clamped give (R, Dout / 2). The rows of expert e are expert_offsets[e] to
+    expert_offsets[e + 1] - 1; rows of the result from expert_offsets[E] on are zero. Computed in float32 (float64
+    stays) and rounded once; for swiglu_clamped also before the activation. With row_token (R,), `rows` holds tokens
+    (T, Din), and row r is rows[row_token_r], or zeros where row_token_r is -1.
     """
     if row_token is not None:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_token.long()]  # index -1 is the row of zeros

@@ -1,7 +1,7 @@
 """k-winner-take-all, by definition: sort every row, keep its k largest values.
 
-Paper 000, eqs. 3 to 8: its operator C_k selects the winners of a routing network; they mask that network's activations
-or those of another network.
+Paper 000 (COMET with a frozen routing network), eqs. 3 to 8: the winners among the pre-activations of the routing
+network mask these pre-activations and the activations of the trained network.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index") -> Tensor:
-    """y = values (or x) where x is a winner of its row, +0 elsewhere; the selection is a constant to autograd."""
+    """values (or x) where kwta_mask(x), +0 elsewhere; the mask is a constant to autograd."""
     source = x if values is None else values
     return torch.where(kwta_mask(x.detach(), k, ties=ties), source, torch.zeros_like(source))
 
@@ -18,11 +18,11 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
     """True where x (..., N) is among the k largest of its row. -0.0 == 0.0, and NaN ranks above +inf.
 
     With v the row and v_(j) its j-th largest value:
-      "index"   exactly k winners; of equal values the lowest index wins
-      "strict"  |{j : v_j >= v_i}| <= k (eq. 3), that is v_i > v_(k+1): values tied across the boundary all lose
-      "all"     v_i >= v_(k): values tied across the boundary all win
+      "index"   exactly k elements win; of equal values those with the lowest indices
+      "strict"  v_i wins if |{j : v_j >= v_i}| <= k (eq. 3), that is if v_i > v_(k+1)
+      "all"     v_i wins if v_i >= v_(k)
     """
-    ranked, order = torch.sort(x, dim=-1, descending=True, stable=True)  # as required, torch ranks NaN highest
+    ranked, order = torch.sort(x, dim=-1, descending=True, stable=True)  # torch ranks NaN highest
     n = x.shape[-1]
     if ties == "index":
         return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :k], True)
@@ -41,7 +41,7 @@ def kwta_bits(x: Tensor, k: int, *, ties: str = "index") -> tuple[Tensor, Tensor
 
 
 def kwta_apply(values: Tensor, bits: Tensor) -> Tensor:
-    """values (..., N) where the packed mask is set, +0 elsewhere."""
+    """values (..., N) where the bit of the packed mask is 1, +0 elsewhere."""
     return torch.where(unpack_bits(bits, values.shape[-1]), values, torch.zeros_like(values))
 
 

@@ -1,7 +1,8 @@
 """Routing plans, by definition: requests are sorted by expert, stably; each expert keeps its first `capacity` requests.
 
-A request is a choice of a token that names an expert. `make_plan` covers GShard, Switch, V-MoE (paper 003) and V-MoE's
-Batch Prioritized Routing; `plan_expert_choice` and `plan_priority` are routings of the sparse ViT (paper 002).
+A request is a choice of a token that names an expert. `make_plan` is the routing of GShard, Switch and V-MoE (paper
+003), with priority also V-MoE's Batch Prioritized Routing. `plan_expert_choice` and `plan_priority` are routings of
+paper 002 (sparse ViT).
 """
 
 from typing import NamedTuple
@@ -32,12 +33,12 @@ def make_plan(
     priority: Tensor | None = None,
     order: str = "choice",
 ) -> Plan:
-    """experts (T, K), where any id outside [0, E) is no request -> the plan of the requests.
+    """The plan of the requests in experts (T, K); any id outside [0, E) is no request.
 
-    Tokens are visited by position, or by descending priority (T,), equal ones by position; NaN is the highest priority.
-    order "choice": all first choices, then all second ones; "token": every choice of a token before the next token.
-    A request's slot is the number of earlier requests to its expert, dropped ones included. A request is dropped if
-    its slot is not below capacity.
+    Tokens are visited by position, or by descending priority (T,), tokens of equal priority by position; NaN is the
+    highest priority. order "choice": all first choices, then all second choices, and so on; "token": every choice of a
+    token before the next token. A request's slot is the number of earlier requests to its expert, dropped ones
+    included. A request is dropped if its slot is not below capacity.
     """
     num_tokens, k = experts.shape
     device = experts.device
@@ -54,7 +55,7 @@ def make_plan(
     token, choice = token.flatten(), choice.flatten()
 
     expert = experts.long()[token, choice]
-    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)  # group E: choices of no expert
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)  # E: no request, sorted last
     expert, arrival = torch.sort(expert, stable=True)
     token, choice = token[arrival], choice[arrival]
     start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
@@ -90,11 +91,11 @@ def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
 
 
 def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): visits (token, expert) pairs in descending score, equal ones by token, then by expert.
+    """scores (T, E): visits (token, expert) pairs in descending score, pairs of equal score by token, then by expert.
 
-    A pair is assigned if its token has no expert yet and its expert has room. weights (T, 1): the token's score for its
-    expert, 0 for a token without one. requested counts, for each expert, the tokens that score it highest. An expert's
-    rows are in token order.
+    A pair is assigned if its token has no expert yet and its expert has fewer than `capacity` tokens. weights (T, 1):
+    the token's score for its expert, 0 for a token without an expert. requested[e] is the number of tokens that score
+    expert e highest. An expert's rows are in token order.
     """
     num_tokens, num_experts = scores.shape
     flat = scores.detach().flatten()

@@ -1,7 +1,7 @@
-"""Sinkhorn's iteration, by definition: normalise rows, then columns, on logarithms in float64.
+"""Sinkhorn's iteration, by definition: normalises rows, then columns, in logarithms and float64.
 
-Paper 001, eqs. 7 and 8: starts at S^0 = exp(scores / tau) and normalises rows and columns R times. exp(scores / tau)
-overflows at small tau, hence logarithms; the spacing of float32 near scores / tau = 1e7 is 1, hence float64.
+Paper 001 (COMET with trees and local search), eqs. 7 and 8. At small tau exp(scores / tau) overflows, hence logarithms.
+float32 numbers near scores / tau = 1e7 are 1 apart, hence float64.
 """
 
 from functools import partial
@@ -30,14 +30,14 @@ def sinkhorn(
 ) -> Tensor:
     """scores (..., n, n) -> (..., n, n): exp(scores / tau) with rows, then columns normalised, `iterations` times.
 
-    Columns are normalised last, so they sum to one; rows do after convergence. -inf forbids a pair; a row or column of
-    -inf alone stays zero. A matrix that holds NaN or +inf becomes NaN in every element (if iterations > 0).
+    Columns are normalised last, so they sum to one; rows sum to one after convergence. -inf forbids a pair; a row or
+    column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes NaN everywhere (if iterations > 0).
     anneal_from: iteration t has the temperature temperatures(...)[t]. The logarithm of the matrix is
     (scores - f - g) / tau, with f of a row and g of a column; a change of tau keeps f and g.
-    rows, columns (..., n): the sums of rows and columns, instead of one. noise (..., n, n): added to scores.
-    tolerance: a matrix whose row and column sums are all off by at most this takes no further iteration.
-    gradient "unrolled": that of these iterations, recomputed from about sqrt(iterations) checkpoints. "implicit": that
-    of the fixed point (implicit_gradient), an error if a row sum is off by more than RESIDUAL.
+    rows, columns (..., n): prescribed sums of rows and columns instead of 1. noise (..., n, n): added to scores.
+    tolerance: a matrix takes no further iteration once each row and column sum is off by at most `tolerance`.
+    gradient "unrolled": the gradient of these iterations, recomputed from about sqrt(iterations) checkpoints.
+    "implicit": the gradient of the fixed point (implicit_gradient); an error if a row sum is off by more than RESIDUAL.
     """
     noisy = scores if noise is None else scores + noise
     one = torch.ones(1, dtype=torch.float64, device=scores.device)
@@ -64,7 +64,7 @@ def _unrolled(
 
 
 def temperatures(iterations: int, tau: float, anneal_from: float | None = None) -> list[float]:
-    """The temperature of every iteration: tau, or falling geometrically from anneal_from to tau in the last one."""
+    """The temperature of every iteration: tau, or a geometric sequence from anneal_from (first) to tau (last)."""
     if anneal_from is None:
         return [tau] * iterations
     steps = max(iterations - 1, 1)
@@ -84,7 +84,7 @@ def _iterate(log_p: Tensor, ratios: list[float], sums: list[Tensor], tolerance: 
 
 
 def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
-    """(...): whether all row and column sums are within tolerance of `sums`. Rows and columns of zeros do not count."""
+    """(...): whether all row and column sums are within tolerance of `sums`; rows and columns of zeros are ignored."""
     inside = torch.ones(log_p.shape[:-2], dtype=torch.bool, device=log_p.device)
     for dim, expected in zip((-1, -2), sums, strict=True):
         empty = (log_p == -torch.inf).all(dim)
@@ -99,13 +99,13 @@ def _log_sum(log_p: Tensor, dim: int) -> Tensor:
 
 
 def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
-    """Raises ValueError if a row sum of p (..., n, n) is off by more than RESIDUAL: p is then no fixed point."""
+    """Raises ValueError unless every row sum of p (..., n, n) is within RESIDUAL of `rows`, as at a fixed point."""
     error = (p.double().sum(-1) - rows).abs()
     if not bool((error <= RESIDUAL).all()):
         worst = float(error.nan_to_num(nan=torch.inf).max())
         raise ValueError(
             f"sinkhorn: gradient='implicit' holds at the fixed point; expected row sums within {RESIDUAL:g} of 1 (or "
-            f"of rows), got one off by {worst:.3g}: more iterations, a higher tau, or gradient='unrolled'"
+            f"of rows), got one off by {worst:.3g}; use more iterations, a higher tau, or gradient='unrolled'"
         )
 
 
@@ -116,8 +116,8 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined up to a constant, so the matrix of its equations is singular; adding 1 / n to every
-    element makes it regular.
+    a is eliminated. b is determined only up to a constant, so the matrix of the equations for b is singular; adding
+    1 / n to every element of the matrix makes it regular.
     """
     p = p.double()
     w = p * grad.double()

@@ -1,7 +1,7 @@
 """The top-k gate, by definition: sort every row of logits, keep the first k, softmax before or after.
 
-"topk_softmax" is the gate of SMoE, CompeteSMoE and of paper 001's Top-k baseline; "softmax_topk" that of V-MoE (003)
-and of the sparse ViT (002).
+"topk_softmax" is the gate of SMoE, of CompeteSMoE (paper 004) and of the Top-k baseline of paper 001; "softmax_topk" is
+the gate of V-MoE (paper 003) and of the sparse ViT (paper 002).
 """
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 def topk_gate(
     logits: Tensor, k: int, *, order: str = "topk_softmax", noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """logits (T, E) -> weights (T, K) and experts (T, K), by descending logit; of equal logits the lower expert first.
+    """logits (T, E) -> weights (T, K) and experts (T, K), in descending order of logits + noise.
 
-    "softmax_topk" too selects by logits, since softmax may round different logits to equal probabilities.
-    NaN ranks highest. The selection is a constant to autograd.
+    Of equal sums the lower expert comes first; NaN ranks highest. "softmax_topk" does not select by probability, since
+    softmax may round different sums to equal probabilities. The selection is a constant to autograd.
     """
     noisy = logits if noise is None else logits + noise
     promoted = noisy.to(torch.promote_types(noisy.dtype, torch.float32))

@@ -1,7 +1,8 @@
 """The smooth-step tree gate, by definition: probabilities level by level, one softmax over the leaves of all trees.
 
-A tree has E - 1 nodes in heap order (children of node q: 2 q + 1, to the left, and 2 q + 2) and E leaves, which are the
-experts from left to right; if E is no power of two the deepest leaves come first. Equations: ops/tree_gate.py.
+A tree has E - 1 nodes in heap order (node q has the left child 2 q + 1 and the right child 2 q + 2) and E leaves. The
+leaves from left to right are the experts; if E is not a power of two, the deeper leaves are the left-most. Equations:
+moe_kernels/ops/tree_gate.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from torch import Tensor
 
 
 def smooth_step(t: Tensor, gamma: float) -> Tensor:
-    """h(t): 0 up to -gamma/2, 1 from gamma/2, u^2 (3 - 2 u) between, with u = (t + gamma/2) / gamma. Elementwise.
+    """h(t): 0 up to -gamma/2, 1 from gamma/2 on, u^2 (3 - 2 u) between, with u = (t + gamma/2) / gamma. Elementwise.
 
-    In this factored form h is accurate near its zero, where the terms of the expanded cubic cancel; and so is h(-t),
-    which equals 1 - h(t).
+    In this form h is accurate near t = -gamma/2, where the terms of the expanded cubic cancel. 1 - h(t) equals h(-t).
     """
     t_promoted = _promoted(t)
     u = ((t_promoted + gamma / 2) / gamma).clamp(0, 1)
@@ -33,16 +33,16 @@ def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tens
         columns = slice(start, start := start + inner.shape[-1])
         nodes.append(inner)
         children = torch.stack([inner * left[..., columns], inner * right[..., columns]], -1).flatten(-2)
-        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # the rest of the level are leaves
+        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # the other entries of the level are leaves
     return torch.cat(nodes, -1), level
 
 
 def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = None) -> Tensor:
     """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
-    p are the leaf probabilities. Without `parity` the logarithm is not taken: the terms are p exp(leaf_logits), and
-    leaves with p below the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite.
-    parity: as the authors' TensorFlow code ("tf") or their BERT code ("bert") does it (ops/tree_gate.py).
+    p are the leaf probabilities. Without `parity` the terms are computed as p exp(leaf_logits), and leaves with p below
+    the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite. parity: "tf" and "bert"
+    compute log p as the authors' TensorFlow and BERT code (moe_kernels/ops/tree_gate.py).
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
@@ -72,7 +72,7 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """Number of nodes that tree_route read, int32 (T, K); whether one of their steps was not 0 or 1, bool (T, K)."""
+    """Of tree_route, (T, K) each: nodes at least as likely as the leaf (int32); whether one is unsaturated (bool)."""
 
     visited: Tensor
     unsaturated: Tensor
@@ -88,12 +88,12 @@ def tree_route(
     split_bias: Tensor | None = None,
     leaf_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
-    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
+    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, or the left-most of several.
 
-    weights = softmax of the K leaves' logits. An expert that several trees chose keeps its first place, with the sum of
-    its weights; its other places get weight 0 and expert -1. The statistics count nodes at least as likely as the leaf
-    as visited: any search for the leaf must read them. A visited node whose pre-activation is NaN sends its token to
-    the left and makes all of the token's weights NaN.
+    weights = softmax of the logits of the K leaves. An expert that several trees chose keeps its first column, with the
+    sum of its weights; its other columns get weight 0 and expert -1. visited: the nodes at least as likely as the leaf,
+    which any search for the leaf must read. At a node whose pre-activation is NaN the token goes left; if the node is
+    visited, all of the token's weights are NaN.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()

@@ -1,8 +1,6 @@
-"""The operations as operators of torch, one file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
+"""The torch operators of the package: schema, implementation, fake, autograd, vmap rule and FLOP formula.
 
-An implementation with kernels calls the backend named in its last argument; others, such as harden and the checks,
-have no such argument. Eager mode, torch.compile, torch.export, profilers, dispatch modes and torch.utils.flop_counter
-all see these operators.
+If the last argument of an operator is `backend`, the implementation calls the kernels of that backend.
 """
 
 from moe_kernels.library import (  # noqa: F401

@@ -1,4 +1,4 @@
-"""How an operation is registered with torch, and helpers that several operations share."""
+"""Registers operators with torch; and helpers that several operators share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_kernels.library import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
 
-# The registered operations: ops.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
+# The registered operators: ops.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
 ops = SimpleNamespace()
 
 
@@ -29,18 +29,17 @@ def define(
     backward: Callable[..., Any] | None = None,
     batched: tuple[int, ...] = (),
 ) -> None:
-    """Registers one operation with torch and adds it to `ops`.
+    """Registers one operator with torch and adds it to `ops`.
 
     Args:
-        schema: in the language of torch.library.Library.define, "name(Tensor x, int k, str backend) -> Tensor". Its
-            name becomes the operator's. It states the types of the arguments; implementations and native adaptors
-            repeat only the names.
-        implementation: runs on every device; calls the backend named in the last argument, if it has that.
-        fake: the results' shapes and dtypes, from tensors without data.
-        flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.
+        schema: as for torch.library.Library.define, such as "name(Tensor x, int k, str backend) -> Tensor". It states
+            the types of the arguments, which implementations often leave out.
+        implementation: runs for tensors on every device.
+        fake: computes shapes and dtypes of the results from tensors without data.
+        flops: computes the FLOPs from the arguments, with shapes for tensors, for torch.utils.flop_counter.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
-        batched: positions of the tensor arguments with a batch as first dimension, into which the dimension of
-            torch.vmap merges. Without any, the operation refuses torch.vmap by name.
+        batched: positions of the tensor arguments whose first dimension is a batch; torch.vmap's dimension is merged
+            into it. If it is empty, torch.vmap raises TypeError.
     """
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"
@@ -59,9 +58,9 @@ def define(
 def _without_zeros(
     save: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """`save` and `backward`, called with None for the gradient of an unused output.
+    """`save` and `backward` such that `backward` gets None, not torch's default of zeros, for an unused output.
 
-    By default torch passes zeros, also for packed masks and pre-activations, which have no gradient.
+    Outputs such as packed masks and pre-activations never have a gradient, so zeros for them would be wasted.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -78,7 +77,7 @@ def _without_zeros(
 
 
 def no_second_derivative(op: str) -> Callable[..., Any]:
-    """A `backward` that raises, for the operator of the gradient of `op`: it has no second derivative."""
+    """A `backward` that raises RuntimeError, for the operator that computes the gradient of `op`."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"{op}: kernels are once_differentiable; backend='reference' has second derivatives")
@@ -87,7 +86,7 @@ def no_second_derivative(op: str) -> Callable[..., Any]:
 
 
 def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callable[..., Any]:
-    """The batching rule of an operation: merges torch.vmap's dimension into the rows of the arguments `batched`."""
+    """The torch.vmap rule of an operator: see `batched` of define."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         for position, (dim, each) in enumerate(zip(in_dims, args, strict=True)):
@@ -110,47 +109,47 @@ def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callab
 
 
 def _merge(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """x with torch.vmap's dimension `dim` merged into its rows; if it has none (None), `size` copies of its rows."""
+    """x with torch.vmap's dimension `dim` merged into its rows; if dim is None, `size` copies of its rows."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 def all_rows(x: Tensor) -> Tensor:
-    """Offsets of one expert that has every row of x."""
+    """expert_offsets of a single expert that has all rows of x."""
     return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x (R, N) with a contiguous last dimension, copied only if it has none."""
+    """x (R, N), copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, contiguous: hooks on saved tensors may have changed their strides."""
+    """The tensors, contiguous. In backward, hooks on saved tensors may have changed their strides."""
     return tuple(None if each is None else each.contiguous() for each in tensors)
 
 
 def gradient_like(x: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to x, contiguous; no elements if the gradient is not wanted."""
+    """An uninitialised, contiguous tensor for the gradient to x; without elements if the gradient is not wanted."""
     return x.new_empty(x.shape if wanted else 0)
 
 
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations in the kernels that halve the number of columns
-CLAMPED = "swiglu_clamped"  # halves the number of columns too, but in an operator of its own
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations of kernels that halve the number of columns
+CLAMPED = "swiglu_clamped"  # also halves the number of columns, but is an operator of its own, without kernels
 
 
 def contiguous_matrices(weight: Tensor) -> Tensor:
-    """weight (E, M, N) with a contiguous last or middle dimension, copied only if it has neither."""
+    """weight (E, M, N), copied if neither its last nor its middle dimension has stride 1."""
     return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
 
 
 def words(n: int) -> int:
-    """int32 words that hold a packed mask of n elements."""
+    """Number of int32 words of a packed mask of n elements."""
     return (n + 31) // 32
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a kernel computes in: float32, or float64 for float64."""
+    """The dtype in which kernels accumulate: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -158,15 +157,15 @@ CHECK = "MOE_KERNELS_CHECK"
 
 
 def is_checked(index: Tensor) -> bool:
-    """Whether the values of an index array are checked before a kernel uses them as addresses.
+    """Whether to check the values of an index array, which kernels use as addresses.
 
-    On the CPU always. On a GPU only with MOE_KERNELS_CHECK=1, as every check waits for the device.
+    True on the CPU. On a GPU True only with MOE_KERNELS_CHECK=1, since a check waits for the device.
     """
     return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
 
 
 def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
-    """Raises ValueError for values outside [least, size). meaning: that of the value `least`."""
+    """Raises ValueError for values outside [least, size). meaning: of the value `least`, for the message."""
     if index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(index))
@@ -176,7 +175,7 @@ def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str
 
 
 def define_check(schema: str, check: Callable[..., None]) -> None:
-    """Registers a check of values as an operator: compilers and fake tensors, which have no values, do not run it."""
+    """Registers a check of values as an operator, whose fake does nothing: fake tensors have no values to check."""
     define(schema + " -> ()", check, lambda *args: None, no_flops)
 
 

@@ -1,7 +1,8 @@
 """FLOP formulas for torch.utils.flop_counter, registered when that module is imported.
 
-flop_counter imports Triton if that is installed: 75 modules, 0.5 s. A program that counts no FLOPs need not wait for
-it. A FlopCounterMode copies the registered formulas when it is made, so they are registered directly after the import.
+`import moe_kernels` does not import flop_counter, because that would import Triton if it is installed: 75 modules,
+0.5 s. A FlopCounterMode copies the registered formulas in its constructor, so a hook registers them directly after the
+import of flop_counter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook, used once: loads torch.utils.flop_counter as usual, then registers the formulas."""
+    """Import hook, used once: loads torch.utils.flop_counter by its own loader, then registers the formulas."""
 
     def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
         if fullname != COUNTER:

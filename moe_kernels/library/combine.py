@@ -13,7 +13,7 @@ from moe_kernels.library.dispatch import refuse_bad_rows
 
 
 def combine(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
-    """Implements combine_fwd; slot_row is the only array of the plan that it reads. x: the rows (R, D)."""
+    """Implements combine_fwd, which reads no other array of the plan than slot_row. x: the rows (R, D)."""
     weights = None if weights is None else weights.contiguous()
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("combine", slot_row, x.shape[0])

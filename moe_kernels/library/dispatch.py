@@ -1,4 +1,4 @@
-"""Dispatch; its gradient is a combine without weights."""
+"""Dispatch as an operator. Its gradient is combine without weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_kernels.library._define import contiguous_rows, define, define_check, i
 
 
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """Raises ValueError for values of a plan's arrays that are out of range, if they are checked (is_checked)."""
+    """Raises ValueError if values of the given arrays of a plan are out of range; does nothing unless is_checked."""
     if not is_checked(slot_row):
         return
     num_tokens = slot_row.shape[0]

@@ -1,4 +1,4 @@
-"""The expert MLP as one operator, and its six gradients as another."""
+"""The expert MLP as one operator, its six gradients as another, and the expert MLP with its plan as a third."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _fwd(
         return found
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
-    # y takes hidden's memory. Freed later, with `result`, both return to the system: 600 page faults at 512 tokens.
+    # Frees memory that the allocator then reuses for y. Without this, 512 tokens took 600 more page faults.
     del hidden
     return combine(result, weights, slot_row, backend), pre
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
-    """y and pre from a single launch; None if the backend has no such launch for these sizes (grouped_gemm_cpu.mlp)."""
+    """y and pre from one call of a C++ function of backend "cpu" (grouped_gemm_cpu.mlp); None if it does not apply."""
     if backend != "cpu":
         return None
     given = contiguous_rows(x), *contiguous(weights), *map(contiguous_matrices, (w_in, w_out)), *contiguous(b_in, b_out)
@@ -94,7 +94,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
         arrays = expert_offsets, None, row_token
         found = weight_gradient(weighted, grad, *arrays, to_b_out, backend, w_out, row_weight)
         dw_out, db_out = found[0] if to_w_out else None, found[1] if to_b_out else None
-    del weighted  # frees its memory for the next tensors
+    del weighted  # so that the next tensors reuse its memory
     if to_x:
         dx = combine(rows_gradient(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
@@ -106,7 +106,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
 
 
 def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R,): the gate weight of every row, 1 without weights. The weight of an unused row is arbitrary."""
+    """(R,): the gate weight of every row, or ones without weights. Elements of rows not in use are arbitrary."""
     if weights is None or weights.numel() == 0:
         return row_token.new_ones(row_token.shape, dtype=dtype)
     index = torch.add(row_choice, row_token, alpha=weights.shape[1]).clamp_(min=0)
@@ -173,7 +173,7 @@ define(
     backward=no_second_derivative("expert_mlp"),
 )
 
-# Not registered with autograd, which would add 10 us to a call without gradients.
+# Has no autograd formula: registering one would add 10 us to a call without gradients.
 define(
     "expert_mlp_of_choices(Tensor x, Tensor? weights, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, "
     "Tensor experts, str activation, str backend) -> Tensor",

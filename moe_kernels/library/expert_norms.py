@@ -1,4 +1,4 @@
-"""Expert norms as one operator, and their gradients as another; both take a group of experts at a time."""
+"""Expert norms as one operator, and their gradients as another. Both compute a group of experts at a time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# Most elements of the largest tensor of a group of experts on a GPU: 256 MB in 16 bits. If all experts fit into a
-# group, the number of launches does not depend on E. If they do not, each launch still has work for a millisecond.
+# Most elements of a tensor of a group of experts on a GPU (256 MiB in 16 bits), unless the group is a single expert.
 ELEMENTS = 2**27
 
 
 def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yields groups of experts that are computed together, as (experts, offsets, token).
 
-    A group's rows are all tokens for its first expert, then all tokens for the next one. token: the token of each row;
-    None if row r is token r. On a CPU, whose caches are small, a group is one expert.
+    A group's rows are all tokens for its first expert, then all tokens for its second expert, and so on. token: the
+    token of each row; None if row r is token r. On a CPU a group is one expert, so that its tensors are small.
     """
     num_tokens, num_experts = x.shape[0], w_in.shape[0]
     widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
@@ -87,16 +86,16 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
 
 
 def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
-    """Gradients to x and to the parameters of a group of experts, for an output gradient of share_r y_r in row r.
+    """Gradients to x and to the parameters of a group of experts, if the gradient to output row y_r is share_r y_r.
 
-    They equal the gradients of an expert MLP whose output gradient is y and whose gate weights are `share`.
+    They are the gradients of an expert MLP with output gradient y and gate weights `share`.
     """
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
     y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
-    if x.dtype == torch.float16:  # kernels store hidden * share, and share has the factor 1 / norm, maybe above 65504
+    if x.dtype == torch.float16:  # hidden * share, which kernels store, might overflow: share is grad / norm
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
@@ -119,7 +118,7 @@ def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
 
 
 def _slice_of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The parameters of a slice of the experts; biases are made contiguous."""
+    """The parameters of a slice of the experts, with contiguous biases."""
     parts = (None if each is None else each[experts] for each in parameters)
     return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
 

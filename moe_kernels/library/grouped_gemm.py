@@ -1,4 +1,4 @@
-"""The grouped GEMM, its gradients, and the pieces that the expert MLP and the expert norms share with it."""
+"""The grouped GEMM and its gradients as operators, and functions that the expert MLP and the expert norms share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from moe_kernels.library._define import (
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """Implements refuse_bad_groups: raises ValueError for offsets that fall or exceed R, or tokens outside [-1, T).
+    """Implements refuse_bad_groups: raises ValueError unless offsets rise from 0 to at most R, tokens in [-1, T).
 
-    Only if the values are checked (is_checked).
+    Does nothing unless is_checked.
     """
     if not is_checked(expert_offsets):
         return
@@ -41,16 +41,17 @@ define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_
 
 
 def kernels(backend: str):
-    """The module with the backend's functions grouped_gemm_fwd, grouped_gemm_bwd_weight, ..."""
+    """The backend's module with grouped_gemm_fwd and the related functions."""
     return backends.load(backend, "grouped_gemm")
 
 
 def forward(
     x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend, training=False
 ) -> tuple[Tensor, Tensor]:
-    """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout).
+    """Implements grouped_gemm_fwd: the result, (R, Dout) or (R, Dout / 2) if gated, and pre-activations (R, Dout).
 
-    training: the call is part of a training step even without keep_pre. It changes only the choice of Triton's tiles.
+    Without keep_pre the second tensor has no elements. training: the call is part of a training step, as any call with
+    keep_pre is; only Triton's choice of tiles depends on `training`.
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
@@ -60,7 +61,7 @@ def forward(
 
 
 def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
-    """grad (R, Dout) -> (R, Din): the forward kernel, without bias or activation, on the transposed weight."""
+    """The gradient (R, Din) for grad (R, Dout), by the forward kernel on the transposed weight."""
     given = contiguous_rows(grad), contiguous_matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
 
@@ -68,16 +69,19 @@ def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend:
 def weight_gradient(
     x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None, row_weight=None
 ) -> tuple[Tensor, Tensor]:
-    """(E, Din, Dout), the sum of x^T grad over each expert's rows; and, with_bias, (E, Dout), that of row_weight grad.
+    """Gradients to weight (E, Din, Dout) and, if with_bias, to bias (E, Dout); else the second has no elements.
 
-    x_token, grad_token: (R), the rows of x and of grad to read; None if x and grad have R rows.
-    weight: the gradient gets the layout of this weight; autograd would copy another layout.
+    dweight_e = sum of x_r^T grad_r and dbias_e = sum of row_weight_r grad_r, both over the rows r of expert e.
+
+    x_token, grad_token: (R), the row of x or of grad that is row r; None if it is row r itself.
+    weight: if it is transposed in memory, dweight is too, as autograd would copy a gradient of another layout.
     row_weight: (R) in compute_dtype; None for ones.
     """
     given = contiguous_rows(x), contiguous_rows(grad), expert_offsets, x_token, grad_token
     if weight is None or not is_transposed(weight):
         return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias, row_weight)
-    # (grad^T x)^T: the same kernel with its operands exchanged. Sums of grad come from a call without columns of x.
+    # dweight = (grad^T x)^T, by the same kernel with its operands exchanged. With exchanged operands the kernel cannot
+    # sum grad, so a second call, without columns of x, computes dbias.
     dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
     if with_bias:
         given = contiguous_rows(x)[:, :0], *given[1:]
@@ -86,12 +90,12 @@ def weight_gradient(
 
 
 def is_transposed(weight: Tensor) -> bool:
-    """Whether weight (E, Din, Dout) lies in memory as (E, Dout, Din)."""
+    """Whether the middle dimension of weight (E, Din, Dout) has stride 1 and the last one has not."""
     return weight.stride(-2) == 1 and weight.stride(-1) != 1
 
 
 def weight_like(weight: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to a weight, in the weight's layout; empty if it is not wanted."""
+    """An uninitialised tensor for the gradient to a weight: empty if not wanted, transposed if the weight is."""
     if not (wanted and is_transposed(weight)):
         return gradient_like(weight, wanted)
     num_experts, din, dout = weight.shape
@@ -119,10 +123,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> tuple[Tensor, ...]:
-    """Implements grouped_gemm_bwd: the gradients to x, weight and bias, empty if not wanted.
-
-    If no pre was saved, forward computes it again.
-    """
+    """Implements grouped_gemm_bwd: the gradients to x, weight and bias, empty if not wanted. pre: None if not saved."""
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
     dx = dweight = dbias = None

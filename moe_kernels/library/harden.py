@@ -1,4 +1,4 @@
-"""harden's linear assignment as one operator, since torch.compile cannot trace scipy."""
+"""harden's linear assignment as an operator, since torch.compile cannot trace scipy."""
 
 from __future__ import annotations
 

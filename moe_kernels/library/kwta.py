@@ -1,4 +1,4 @@
-"""kWTA as three operators: the masked values with the packed mask, their gradient, and the mask alone."""
+"""k-winner-take-all as three operators: masked values and packed mask, their gradient, and the mask alone."""
 
 from __future__ import annotations
 

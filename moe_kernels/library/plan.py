@@ -1,4 +1,4 @@
-"""The three plans: arrays of a RoutingPlan."""
+"""The operators that compute the arrays of a RoutingPlan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_kernels.library._define import define, define_check, no_flops, refuse_o
 
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """On the CPU raises ValueError for ids outside [-1, E). On a GPU, where a check would wait, they count as -1."""
+    """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU kernels treat them as -1: a check would wait."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 
@@ -19,14 +19,14 @@ define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refus
 
 
 def smaller(a: int, b: int) -> int:
-    """min(a, b); for dynamic sizes without a guard of torch.compile on which of them is smaller."""
+    """min(a, b); for symbolic sizes without a guard of torch.compile on the comparison."""
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return torch.sym_min(a, b)
     return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
 
 
 def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
-    """R, the number of rows that a plan allocates; it does not depend on the choices."""
+    """R, the number of allocated rows of a plan."""
     return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
 
 

@@ -1,4 +1,4 @@
-"""Sinkhorn iterations and their gradients: of the iterates, or at the fixed point."""
+"""Sinkhorn's iteration, its unrolled gradient, and its implicit gradient, as three operators."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def _fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, b
 
 
 def _temperatures(taus: Tensor, iterations: int) -> list[float]:
-    """The temperature of every iteration. taus (2,), on the CPU: the first and the last temperature. They are a tensor
-    so that new values need no new compiled graph."""
+    """The temperature of every iteration, from the first and last temperature: taus (2,), on the CPU."""
     first, last = taus.tolist()
     return reference.temperatures(iterations, last, first)
 
@@ -88,7 +87,7 @@ define(
     "sinkhorn_implicit_bwd(Tensor grad, Tensor p, Tensor taus) -> Tensor",
     _implicit_bwd,
     lambda grad, p, taus: p.new_empty(p.shape),
-    lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # of p' @ share; the solve counts none
+    lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # without the linear solve
     backward=no_second_derivative("sinkhorn"),
     batched=(0, 1),
 )

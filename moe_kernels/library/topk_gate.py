@@ -1,4 +1,4 @@
-"""The top-k gate and its gradient."""
+"""The top-k gate as one operator, and its gradient as another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor,
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.order, ctx.backend = inputs
-    # weights[:, 0] is the largest probability; with the logits it gives every other one.
+    # For "softmax_topk" backward computes all probabilities from weights[:, 0], the largest one, and the logits.
     ctx.save_for_backward(*output, logits if ctx.order == "softmax_topk" else None)
     ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
 

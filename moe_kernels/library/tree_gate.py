@@ -1,4 +1,4 @@
-"""The tree gate, and tree_route, its conditional descent for inference."""
+"""The tree gate and its gradients as operators, and tree_route, which computes one leaf per tree for inference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moe_kernels.library._define import (
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)"""
+    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N), by torch"""
     factors, flat = (x, weight.flatten(0, 1).t()), None if out is None else out.flatten(1)
     flat = torch.mm(*factors, out=flat) if bias is None else torch.addmm(bias.flatten(), *factors, out=flat)
     return flat.view(x.shape[0], weight.shape[0], weight.shape[1])
 
 
 def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> None:
-    """Writes gradients to x and to both weights into `results`, except into empty ones."""
+    """Writes the gradients to x, split_weight and leaf_weight into `results`, except into empty tensors."""
     of_split, of_leaf = dsplit.flatten(1), dleaf.flatten(1)
     dx, dsplit_weight, dleaf_weight = results
     if dx.numel():
@@ -102,7 +102,7 @@ def _tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_wei
 
 
 def _wanted(*sources: Tensor, wants: Sequence[bool] = (True, True)) -> tuple[Tensor, ...]:
-    """Memory for the gradient to each source; no elements if the gradient is not wanted."""
+    """gradient_like of each source."""
     return tuple(gradient_like(each, wanted) for each, wanted in zip(sources, wants, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""The operations: a file for each, or for each family."""
+"""The public operations, one file for each operation or family."""

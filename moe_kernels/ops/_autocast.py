@@ -1,4 +1,4 @@
-"""Autocast: experts follow it as torch.nn.Linear does; gates and plans do not."""
+"""Helpers for torch.autocast."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from moe_kernels.backends import constant
 
 
 def autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for that device; a device without autocast, such as meta, has it off."""
+    """Whether autocast is on for that device type; False if the type has no autocast, such as meta."""
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@constant  # torch 2.11's compiler cannot trace it
+@constant  # torch.compile of torch 2.11 cannot trace is_autocast_available
 def _has_autocast(device_type: str) -> bool:
     return is_autocast_available(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which autocast is off for that device."""
+    """A context in which autocast is off for that device type."""
     return torch.autocast(device_type, enabled=False) if autocast_on(device_type) else nullcontext()
 
 
 def as_autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """x and parameters, cast to the dtype of autocast if it is on for the device of x.
+    """x and parameters, cast to the dtype of autocast if autocast is on for the device of x.
 
-    As in torch, float64 stays float64, and gradients have the dtype of the arguments.
+    As in torch, float64 and integers are not cast.
     """
     device_type = x.device.type
     if not autocast_on(device_type):

@@ -1,4 +1,4 @@
-"""Checks that operations share. A message names the operation, what it expected and what it got."""
+"""Argument checks shared by the operations and layers; `op` is the name of the caller in the error message."""
 
 import operator
 from decimal import Decimal
@@ -22,9 +22,9 @@ INDEX = (torch.int32, torch.int64)
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
-    """`tensor` is a strided Tensor of one of `dtypes`, without a tangent, and no torch.func transform wraps it.
+    """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`.
 
-    batched: torch.vmap may wrap it.
+    Outside torch.compile also under a torch.func transform (if `batched`, other than vmap) or forward-mode AD.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
@@ -42,14 +42,14 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 
 
 def check_plan(op: str, plan: object) -> None:
-    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that its docstring states.
+    """Raises unless `plan` is a RoutingPlan with the dtypes, shapes, strides and devices that its docstring states.
 
-    A kernel takes its sizes from some of these arrays and reads all of them up to these sizes. Values of the arrays are
-    checked later (library.ops.refuse_bad_rows).
+    Kernels derive sizes from some of these arrays and index the others with them. Values are checked elsewhere
+    (library.ops.refuse_bad_rows). Under torch.compile only the type of `plan` is checked.
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
-    if is_compiling():  # every check would become a guard of the graph, some on the number of tokens
+    if is_compiling():  # each check would add a guard to the graph, some of them on the number of tokens
         return
     row_token, slot_row, num_experts = plan.row_token, plan.slot_row, plan.num_experts
     check_tensor(op, "plan.row_token", row_token, (torch.int32,))
@@ -77,7 +77,7 @@ def check_plan(op: str, plan: object) -> None:
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:
-    """`tensor` is a Tensor with as many dimensions as `shape` has letters, such as "(T, D)"."""
+    """Raises unless `tensor` is a Tensor with as many dimensions as `shape` names, such as "(T, D)"."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dim() != shape.count(",") + 1:
@@ -85,13 +85,13 @@ def check_rank(op: str, name: str, tensor: object, shape: str) -> None:
 
 
 def check_square(op: str, name: str, tensor: Tensor) -> None:
-    """`tensor` is a batch of square matrices, (..., n, n)."""
+    """Raises ValueError unless `tensor` has the shape (..., n, n)."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
         raise ValueError(f"{op}: {name} must be (..., n, n), got shape {tuple(tensor.shape)}")
 
 
 def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, device: torch.device) -> None:
-    """The first dimension of `tensor` has that size, and `tensor` is on that device."""
+    """Raises ValueError unless `tensor` has that first dimension (`meaning` explains it) and device."""
     if tensor.shape[0] != size:
         raise ValueError(f"{op}: {name} must have {size} rows, the {meaning}; got shape {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -99,7 +99,7 @@ def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, dev
 
 
 def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """`tensor` has the shape, dtype and device of `other`."""
+    """Raises unless `tensor` has the shape, dtype and device of `other`."""
     if tensor.dtype != other.dtype:
         raise TypeError(
             f"{op}: {name} must have the dtype of {other_name}, {_short(other.dtype)}; got {_short(tensor.dtype)}"
@@ -115,7 +115,7 @@ def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tenso
 def check_fits(
     op: str, name: str, tensor: object, shape: tuple[int, ...], letters: str, other_name: str, other: Tensor
 ) -> None:
-    """`tensor` has that shape, spelled in `letters`, and the dtype and device of `other`."""
+    """Raises unless `tensor` has that shape (named `letters` in messages) and the dtype and device of `other`."""
     check_tensor(op, name, tensor, (other.dtype,))
     assert isinstance(tensor, Tensor)
     if tensor.shape != shape or tensor.device != other.device:
@@ -126,9 +126,9 @@ def check_fits(
 
 
 def check_int(op: str, name: str, value: object, low: int, high: int, meaning: str) -> int:
-    """`value` as an int within [low, high]."""
+    """`value` as an int (or SymInt) within [low, high]; bools and tensors are refused."""
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        number: Any = value  # operator.index would turn a SymInt into a constant
+        number: Any = value  # operator.index would specialise a SymInt to a constant
     elif isinstance(value, bool | Tensor) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     else:
@@ -139,7 +139,7 @@ def check_int(op: str, name: str, value: object, low: int, high: int, meaning: s
 
 
 def check_positive(op: str, name: str, value: object) -> float:
-    """`value` as a float, finite and above zero."""
+    """`value` as a float; raises unless it is finite and above 0."""
     number = _number(op, name, value)
     if not 0 < number < inf:  # torch.compile cannot trace isfinite
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
@@ -149,7 +149,7 @@ def check_positive(op: str, name: str, value: object) -> float:
 def check_number(
     op: str, name: str, value: object, low: float = -inf, high: float = inf, meaning: str = "a coefficient"
 ) -> float:
-    """`value` as a float, finite and within [low, high]."""
+    """`value` as a float; raises unless it is finite and within [low, high]."""
     number = _number(op, name, value)
     if not (low <= number <= high and abs(number) < inf):
         limits = f"from {low:g} to {high:g}" if isfinite(high) else "finite" + f" and at least {low:g}" * isfinite(low)
@@ -164,24 +164,24 @@ def _number(op: str, name: str, value: object) -> float:
 
 
 def check_size(op: str, name: str, value: object) -> int:
-    """`value` as an int that can be the size of a parameter's dimension."""
+    """`value` as an int from 0 to 2^31 - 1, the size of a parameter's dimension."""
     return check_int(op, name, value, 0, 2**31 - 1, "features")
 
 
 def check_backend(op: str, backend: str | None) -> str | None:
-    """`backend` is the name of a backend, or None for automatic choice; every call checks whether it can run."""
+    """`backend`; raises unless it is None or the name of a backend. Whether the backend can run is not checked."""
     check_choice(op, "backend", backend, (None, *backends.NAMES))
     return backend
 
 
 def check_module(op: str, name: str, value: object, kind: type) -> None:
-    """`value` is a module of that kind."""
+    """Raises TypeError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{op}: {name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def check_decimal(op: str, name: str, value: object) -> Fraction:
-    """`value`, a number or its text, as the decimal that it prints: the float 0.29 becomes 29 / 100."""
+    """`value` (a number or string) as the exact value of its decimal text: the float 0.29 becomes 29 / 100."""
     if not isinstance(value, Real | Decimal | str) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number or a string that holds one, got {type(value).__name__}")
     try:
@@ -192,7 +192,7 @@ def check_decimal(op: str, name: str, value: object) -> Fraction:
 
 @backends.constant
 def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
-    """`value`, at least 0, as numerator and denominator: torch.compile can trace ints, but no Fraction."""
+    """`value`, which must be at least 0, as (numerator, denominator): torch.compile can trace ints but not Fraction."""
     exact = check_decimal(op, name, value)
     if exact < 0:
         raise ValueError(f"{op}: {name} must be at least 0, got {value!r}")
@@ -200,7 +200,7 @@ def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    """`value` is one of the words `choices`."""
+    """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 

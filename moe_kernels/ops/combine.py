@@ -1,11 +1,11 @@
-"""Combine: every token sums its kept rows, weighted by its gate.
+"""Combine: every token sums its kept rows, weighted by its gate. rows (R, D), weights w (T, K) -> y (T, D)
 
-    y_t       = sum over k with r = slot_row_tk >= 0 of w_tk rows_r        summed in float32, in the order of k
-    drows_r   = w_tk dy_t,   0 for a row not in use                        rows (R, D), w (T, K) -> y (T, D)
-    dw_tk     = <rows_r, dy_t>,   0 for a choice that was dropped
+    y_t     = sum over k with r = slot_row_tk >= 0 of w_tk rows_r
+    drows_r = w_tk dy_t             0 for a row that is not in use
+    dw_tk   = <rows_r, dy_t>        0 for a dropped choice
 
-Saved for backward: rows, w and the plan; both gradients come from one pass over rows. That pass is linear in each of
-dy, rows and w, so its own gradient is `combine` and the pass again: differentiable any number of times.
+Saved for backward: rows, w and arrays of the plan; without weights only the arrays. A kernel computes both gradients in
+one pass over rows. Both are linear in each of dy, rows and w, so their derivative uses the same two operators.
 """
 
 from __future__ import annotations
@@ -23,30 +23,27 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
 
     Args:
         rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; a
-            tensor whose last dimension is not contiguous is copied once.
-        plan: the one by which the rows were dispatched, on their device. Its values are checked on the CPU; on a GPU
+            tensor whose last dimension is not contiguous is copied.
+        plan: the plan by which the rows were dispatched, on their device. Its values are checked on the CPU; on a GPU
             only with MOE_KERNELS_CHECK=1, since a check waits for the device.
-        weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of
-            `topk_gate` or of a `plan_...`. None: the plain sum.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with float64 rows). None: all 1.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
-        y (T, D) in the dtype of rows, summed in float32 (float64 stays) in the order of k and without atomics, so that
-        the bits are the same every time. A token without a kept choice is zero. Dropped choices add nothing, whatever
-        their weight; rows not in use add nothing, whatever they hold.
+        y (T, D) in the dtype of rows, summed in float32 (float64 stays). Kernels sum in the order of k, without
+        atomics, so the same input gives the same bits. A token without a kept choice is zero. Dropped choices add
+        nothing, even if their weight is NaN.
 
-    Gradient: to rows and to weights, in their dtypes; zero for rows not in use and for dropped choices. Any number of
-    times differentiable. FLOPs (torch's counter): 2 R D forward and 3 R D backward; without weights R D and none.
+    Gradient: to rows and to weights, in their dtypes; zero for rows not in use and for dropped choices. Differentiable
+    any number of times. FLOPs of kernels (torch's counter): 2 R D forward, 3 R D backward; without weights R D and 0.
 
     Raises:
-        TypeError: rows or weights is no tensor of those dtypes, an array of the plan is not int32, or a torch.func
-            transform.
-        ValueError: rows that are not (R, D), weights that are not (T, K), either on another device than the plan;
-            arrays of the plan that are not what RoutingPlan promises; on the CPU slots outside [-1, R), and in the
-            backward of a kernel more than R rows in use.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: shapes or devices that do not fit, arrays of the plan that are not as RoutingPlan describes, or
+            values of the plan out of range, where they are checked (see plan).
         BackendError: the named backend cannot run this.
 
-    Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
+    Source: GShard's combine einsum, without its one-hot tensor; paper 003 (V-MoE), eq. 2.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)

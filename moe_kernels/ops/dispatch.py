@@ -1,10 +1,11 @@
-"""Dispatch: the rows of every expert, gathered from the tokens.
+"""Dispatch: the rows of every expert, gathered from the tokens. x (T, D) -> rows (R, D)
 
-    rows_r = x[row_token_r],   0 where row_token_r = -1                   x (T, D) -> rows (R, D)
-    dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]       summed in float32, in the order of k
+    rows_r = x[row_token_r]         0 where row_token_r = -1
+    dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]
 
-The gradient is `combine` without weights, and the gradient of that is dispatch again: differentiable any number of
-times. Only the plan is saved. A kernel reads each token once and writes each row once.
+The gradient is `combine` without weights, and the gradient of `combine` without weights is dispatch. Only arrays of the
+plan are saved for backward. A kernel loops over tokens, not over rows: it reads a token from memory once for all of its
+rows.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
 
     Args:
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; a tensor
-            whose last dimension is not contiguous is copied once.
-        plan: of T tokens, on the device of x. Its values are checked on the CPU; on a GPU only with
+            whose last dimension is not contiguous is copied.
+        plan: a plan of T tokens, on the device of x. Its values are checked on the CPU; on a GPU only with
             MOE_KERNELS_CHECK=1, since a check waits for the device.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
         rows (R, D), expert by expert, bit for bit the tokens; zeros from row expert_offsets[E] on.
 
-    Gradient: to x, the sum over a token's kept rows in float32 and in the order of its choices, zero for a token
-    without one; no atomics, so the bits are the same every time. Any number of times differentiable. FLOPs: none.
+    Gradient: to x, the sum over a token's kept rows. Kernels sum in float32 (float64 stays), in the order of the
+    token's choices, without atomics, so the same input gives the same bits. Differentiable any number of times. FLOPs
+    of kernels (torch's counter): 0 forward, R D backward.
 
     Raises:
-        TypeError: x is no tensor of those dtypes, an array of the plan is not int32, or a torch.func transform.
-        ValueError: x that is not (T, D) with the plan's T, or on another device; arrays of the plan that are not what
-            RoutingPlan promises; on the CPU tokens outside [-1, T), slots outside [-1, R), more than R rows in use.
+        TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: x is not (T, D) or on another device than the plan; arrays of the plan that are not as RoutingPlan
+            describes; or, where values are checked (see plan), tokens outside [-1, T), slots outside [-1, R) or a
+            number of rows in use outside [0, R].
         BackendError: the named backend cannot run this.
 
-    Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
+    Source: GShard's dispatch einsum, without its one-hot tensor; paper 003 (V-MoE), section 2.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)

@@ -1,14 +1,15 @@
 """The expert MLP: dispatch, two grouped GEMMs with an activation between them, combine, as one function.
 
-    h_r = act(x_t W_in_e + b_in_e),   y_t = sum over the kept rows r of t of w_tk (h_r W_out_e + b_out_e)
+    pre_r = x_t W_in_e + b_in_e,   h_r = act(pre_r)
+    y_t = sum over the kept rows r of t of w_tk (h_r W_out_e + b_out_e)
     a_r = dy_t W_out_e^T,   dw_tk = <h_r, a_r> + <b_out_e, dy_t>,   dpre_r = w_tk a_r act'(pre_r)
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Row r is choice k of token t, at expert e; pre is the argument of act. Saved for backward: x, the gate weights, the
-plan, pre (R, H or 2 H) and the parameters. dw comes from h and a, so neither the second product's output nor its
-gradient is kept. The kernel that needs h computes it again from pre. Gathered rows of x and of dy are stored only for
-torch's products, of large experts on a CPU.
+Row r is choice k of token t, at expert e. Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or
+2 H) and the parameters. dw is computed from h and a, so the output of the second product is not saved. Backward
+computes h again from pre. Gathered rows of x and of dy are stored only where torch multiplies them (large experts on a
+CPU). "swiglu_clamped" is composed of separate operations instead.
 """
 
 from __future__ import annotations
@@ -46,32 +47,36 @@ def expert_mlp(
 
     Args:
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride.
-        plan: of T tokens and E experts, on the device of x.
-        w_in: (E, D, H), or (E, D, 2 H) for a gated activation, in the dtype of x; any strides (see grouped_gemm).
+        plan: a plan of T tokens and E experts, on the device of x.
+        w_in: (E, D, H), or (E, D, 2 H) for an activation that halves the columns, in the dtype of x; any strides.
         w_out: (E, H, Dout) in the dtype of x.
-        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x); None
-            weighs every kept choice by 1.
+        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x). None: all 1.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
-        activation, alpha, limit: as in grouped_gemm. "swiglu_clamped" keeps the hidden layer for backward as well.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        activation, alpha, limit: as in grouped_gemm. For "swiglu_clamped" the hidden layer and, with weights, the
+            output of the second product are saved for backward as well.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
         y (T, Dout) in the dtype of x, equal within rounding to dispatch, grouped_gemm, grouped_gemm and combine. A
-        token without a kept choice is zero; a dropped choice adds nothing, whatever its weight.
+        token without a kept choice is zero; a dropped choice adds nothing, even if its weight is NaN.
 
-    Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
-    differentiable. A weight's gradient has the weight's layout. FLOPs (torch's counter), with W = H or 2 H columns of
-    w_in: 2 R (D W + H Dout) + 2 R Dout forward (R Dout less without weights), twice that of the products + R D
-    backward, 2 R Dout more each for db_out and b_out's part of dw. On a GPU 3 kernels of ours run forward and 5
-    backward, with or without biases, besides at most 8 of torch's. Autocast has no effect; nn.ExpertMLP follows it.
+    Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Kernels
+    are once differentiable. The inputs are not cast for autocast; nn.ExpertMLP casts them.
+
+    Cost of kernels with W = H or 2 H columns of w_in, except for "swiglu_clamped". FLOPs (torch's counter) forward:
+    2 R (D W + H Dout) for the products, and 2 R Dout (without weights R Dout) for combine. FLOPs backward, if all
+    gradients are needed: twice those of the products, R D for dx, and with b_out 2 R Dout each for db_out and dw. On a
+    GPU forward launches 3 kernels of this package. Backward launches 5, and one more for each transposed weight whose
+    bias needs a gradient.
 
     Raises:
-        TypeError: a tensor of another dtype, or a torch.func transform.
-        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd W.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: shapes or devices that do not fit, an unknown activation, an odd W with one that halves the columns,
+            or values of the plan out of range, where they are checked (see combine).
         BackendError: the named backend cannot run this.
 
-    Source: the experts of papers 002, 003 and 004 in MegaBlocks' dropless form; the gradient of the gate weights from
-    the hidden layer is SonicMoE's (arXiv 2512.14080).
+    Source: the experts of papers 002 (sparse ViT), 003 (V-MoE) and 004 (CompeteSMoE); rows grouped by expert without
+    padding as in MegaBlocks; the gradient of the gate weights from the hidden layer as in SonicMoE (arXiv 2512.14080).
 
     Example:
         >>> x = torch.randn(6, 8)  # (T, D)
@@ -130,11 +135,10 @@ def expert_mlp_of_choices(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """expert_mlp with the plan of `experts`: (T, D) -> (T, Dout).
+    """expert_mlp with the plan of `experts` (T, K), in which an id of num_experts or more is no choice.
 
-    experts: (T, K) ids; an id of num_experts or more is no choice. weights: (T, K). The rest is as in expert_mlp.
-    Without gradients a call on the CPU is one operator, but not for "swiglu_clamped": calls of separate operators took
-    half of the time of decoding one token.
+    If no gradient is needed and no graph is recorded, backend "cpu" runs one operator, except for "swiglu_clamped".
+    Calls of separate operators took half of the time of decoding one token.
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
@@ -175,7 +179,7 @@ def check_parameters(
     alpha: float = 1.0,
     limit: float = 1.0,
 ) -> None:
-    """The parameters of two-layer experts fit x (T, D), each other and, unless it is None, `num_experts`."""
+    """Raises unless the parameters of two-layer experts fit x (T, D), each other and, unless None, `num_experts`."""
     check_rank(op, "w_in", w_in, "(E, D, H)")
     check_rank(op, "w_out", w_out, "(E, H, Dout)")
     experts = w_in.shape[0] if num_experts is None else num_experts

@@ -1,12 +1,12 @@
 """The grouped GEMM: rows grouped by expert, each times the weight of its expert, then bias and activation.
 
-    pre_r = x_r W_e + b_e,   out_r = act(pre_r)        in the rows r of expert e;   0 in rows from expert_offsets_E on
-    dpre  = act'(pre) grad,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
+    pre_r = x_r W_e + b_e,   out_r = act(pre_r)        for rows r of expert e;   0 for rows from expert_offsets_E on
+    dpre  = act'(pre) grad,   dx_r = dpre_r W_e^T
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
-x is (R, Din), or (T, Din) read through row_token: only torch's products, of large experts on a CPU, store the gathered
-rows. Sums are float32 (float64 for float64) and in a fixed order. Saved for backward: the arguments and, with an
-activation, pre. On a GPU the host does not wait for the offsets.
+x is (R, Din), or (T, Din) gathered through row_token. Gathered rows are stored only where torch multiplies them (large
+experts on a CPU). dx is the forward kernel on the transposed weight. Saved for backward: the arguments and, with an
+activation, pre. The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not 1.
 """
 
 from __future__ import annotations
@@ -38,45 +38,47 @@ def grouped_gemm(
 
     Args:
         rows: (R, Din), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), grouped by expert; with
-            row_token the tokens (T, Din) themselves. Rows may have any stride.
-        weight: (E, Din, Dout) in the dtype of rows, any strides. Copied only if neither of the last two dimensions is
-            contiguous: a transposed weight is read in place.
-        expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] up to offsets[e + 1], as in a
-            RoutingPlan. They rise from 0 to at most R.
+            row_token, tokens (T, Din). Rows may have any stride.
+        weight: (E, Din, Dout) in the dtype of rows. It is copied if neither of the last two dimensions is contiguous; a
+            transposed weight, such as `stored.mT`, is passed to the kernel as it is.
+        expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] to offsets[e + 1] - 1, as in a
+            RoutingPlan. The first offset is 0, and none is less than the one before or above R.
         bias: (E, Dout) in the dtype of rows, or None.
-        activation: None, "relu", "gelu" (with erf), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
-            result: silu (or gelu) of the first Dout / 2 columns times the other ones; or gpt_oss's
-            "swiglu_clamped": (u + 1) g sigmoid(alpha g) with g the even columns, at most limit, and u the odd ones,
-            within +-limit. It first rounds pre-activations to the dtype of rows, and makes a second pass over them.
-        alpha, limit: of "swiglu_clamped"; alpha finite, limit above 0. The defaults are gpt_oss's.
-        row_token: (R,) int32 or int64: row r reads rows[row_token[r]]; -1 reads zeros.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        activation: None, "relu", "gelu" (with erf), "silu" or "tanh"; gated: "swiglu" or "geglu", silu or gelu of the
+            first Dout / 2 columns times the last Dout / 2; or gpt_oss's "swiglu_clamped", (u + 1) g sigmoid(alpha g)
+            with g the even columns, clamped to at most limit, and u the odd columns, clamped to +-limit. For
+            "swiglu_clamped" the product is rounded to the dtype of rows, and PyTorch computes the activation.
+        alpha, limit: parameters of "swiglu_clamped", by default gpt_oss's: alpha finite, limit finite and above 0.
+        row_token: (R,) int32 or int64: row r is rows[row_token[r]], or zeros where row_token[r] is -1.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
-        (R, Dout), or (R, Dout / 2) if gated, in the dtype of rows. Products, bias and activation are computed in
-        float32 (float64 stays). Rows from expert_offsets[E] on are zero, whatever they held. float32 products are IEEE;
-        TF32 is used only if torch.backends.cuda.matmul.allow_tf32 is set. The same input gives the same bits, on a CPU
-        with the same number of threads.
-        CPUs with bfloat16 products: products below 1.2e-38 count as zero, and those that torch.mm computes
-        (large experts) are rounded to bfloat16 before the activation. On a CPU with AMX
-        torch.mm may read beyond a bfloat16 view, so that a NaN in memory next to the view reaches the result (9 of 300
-        shapes); rows.contiguous() avoids that.
+        (R, Dout), or (R, Dout / 2) with an activation that halves the columns, in the dtype of rows. Products, bias and
+        activation are computed in float32 (float64 stays); exceptions are "swiglu_clamped", and bfloat16 on a CPU (see
+        below). On a GPU float32 products are IEEE, or TF32 if torch.backends.cuda.matmul.allow_tf32 is set. Rows from
+        expert_offsets[E] on are zero. The same input gives the same bits, on a CPU with the same number of threads.
+
+    bfloat16 on a CPU: the bfloat16 instructions of AVX-512 and AMX treat numbers below 1.2e-38 as zero. With AMX,
+    torch.mm multiplies large experts. It rounds to bfloat16 before the activation, and it may read memory beside a
+    view, so that a NaN there reaches the result (9 of 300 shapes); rows.contiguous() avoids that.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
-    rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast has no effect here.
-    FLOPs (torch's counter): 2 R Din Dout forward, twice that backward.
+    rows are summed in float32 (float64 stays), in their order, without atomics. Kernels are once differentiable. The
+    inputs are not cast for autocast. FLOPs of kernels (torch's counter): 2 R Din Dout forward, twice that backward if
+    the gradients to rows and weight are needed.
 
-    Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU; on a GPU only
-    with MOE_KERNELS_CHECK=1, since a check waits for the device.
+    Values of expert_offsets and row_token are checked on the CPU; on a GPU only with MOE_KERNELS_CHECK=1, since a check
+    waits for the device.
 
     Raises:
-        TypeError: a tensor of another dtype, or a torch.func transform.
-        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd Dout, indices as
-            above, or Dout or (for the gradient to rows) Din above 2^22 on "triton".
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: shapes or devices that do not fit, an unknown activation, an odd Dout with one that halves the
+            columns, offsets or tokens out of range, where they are checked, or on "triton" a result or gradient of more
+            than 2^22 columns.
         BackendError: the named backend cannot run this.
 
-    Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
-    product is ScatterMoE's.
+    Source: GShard's einsum (dense), MegaBlocks (groups of any size without padding), ScatterMoE (the gather inside the
+    product).
 
     Example:
         >>> rows = torch.ones(3, 2)
@@ -118,20 +120,21 @@ def grouped_gemm(
 
 
 def check_activation(op: str, activation: object, width: int, alpha: float = 1.0, limit: float = 1.0) -> None:
-    """`activation` must be None or a known name, and `width` even for one that halves it."""
+    """Raises for an unknown activation, an odd `width` that it halves, alpha not finite, or limit not in (0, inf)."""
     if activation is not None and activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be None or one of {known}; got {activation!r}")
     check_number(op, "alpha", alpha)
     check_positive(op, "limit", limit)
     if activation in HALVING and width % 2:
-        raise ValueError(f"{op}: {activation} needs an even number of columns, two halves; got {width}")
+        raise ValueError(f"{op}: {activation} needs an even number of columns; got {width}")
 
 
 def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
-    """`index`, which must be (size,) on the device of rows, as int32.
+    """`index`, which must be (size,), or (any,) if size is None, on the device of rows, as int32.
 
-    Values outside int32 become its bounds and stay out of range; a cast would wrap them to some row.
+    An int64 value outside int32 is clamped to the nearest int32 value, which is out of range too. A plain cast would
+    wrap it, perhaps to a valid row.
     """
     check_tensor("grouped_gemm", name, index, INDEX)
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:

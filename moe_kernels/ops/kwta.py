@@ -1,11 +1,11 @@
-"""k-winner-take-all: the k largest of every row, masked in one pass.
+"""k-winner-take-all: keeps the k largest elements of every row.
 
-    m_i = 1 if x_i is among the k largest of its row, else 0            (paper 000, eq. 3; three tie rules)
-    y   = m * values   (or m * x)                                        (eqs. 6 and 8: z = m * c, x = m * f(a))
+    m_i = 1 if x_i is among the k largest of its row, else 0            (paper 000, eq. 3)
+    y   = m * values   (or m * x)                                        (paper 000, eqs. 6 and 8)
 
-x, values, y are (..., N). The selection is a constant: dL/dvalues = m * dL/dy, and no gradient reaches x through m.
-Saved for backward: the mask alone, packed to one bit an element ((rows, ceil(N / 32)) int32 words, bit i of word w is
-element 32 w + i). A kernel reads x once, finds the threshold by counting in registers or cache, and writes y.
+x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m. Saved
+for backward: m, packed to one bit an element. A kernel finds the threshold by counting the elements at or above trial
+values. A row of up to 16384 elements stays in registers (GPU) or in the cache (CPU) meanwhile.
 """
 
 from __future__ import annotations
@@ -33,29 +33,28 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
 
     Args:
         x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; x is
-            copied once if its last dimension is not contiguous or its leading ones do not merge into one stride.
+            copied if its last dimension is not contiguous or its leading dimensions do not merge into one stride.
         k: winners per row, from 0 (y is zero) to N (y is a copy).
-        values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
-        ties: which of the values equal to the k-th largest win if they do not all fit. "index": those of the lowest
-            index, so that exactly k win. "strict": none (eq. 3: x_i wins if at most k elements are >= x_i, so that a
-            constant row keeps nothing). "all": all of them, so that more than k may win.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        values: the tensor to mask, like x in shape, dtype and device. None: x itself.
+        ties: which elements equal to the k-th largest win if more than k elements are at least as large. "index": those
+            with the lowest indices, so that exactly k win. "strict": none of them (eq. 3: x_i wins if at most k
+            elements are >= x_i), so that a constant row keeps nothing if k < N. "all": all of them.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is
-    copied bit for bit; every other element of y is +0, whatever x or values hold there. Masks are the same bits on
-    every backend.
+    copied bit for bit; every other element of y is +0. All backends select the same elements.
 
-    Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Twice differentiable.
-    Autocast: runs in the dtype of its inputs. torch.vmap merges into the rows; other torch.func transforms are refused.
-    FLOPs (torch's counter): one an element, forward and backward, for the product with the mask; comparisons count
-    none.
+    Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Differentiable any number
+    of times. Autocast: runs in the dtype of its inputs. torch.vmap is supported. FLOPs of kernels (torch's counter):
+    one an element, forward and backward, for the product with the mask; comparisons are not counted.
 
     Raises:
-        TypeError: x is no tensor of those dtypes, k is no int, values has another dtype, or a torch.func transform.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
         BackendError: the named backend cannot run this.
 
-    Source: paper 000 (COMET, fixed k-winner routing), eqs. 3 to 8.
+    Source: paper 000 (COMET with a frozen routing network), eqs. 3 to 8.
 
     Example:
         >>> x = torch.tensor([[3.0, 1.0, 2.0, 2.0], [0.0, 5.0, 4.0, 1.0]])
@@ -82,7 +81,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
 def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> Tensor:
     """True where x (..., N) is among the k largest of its row: the mask of `kwta`, as bool (..., N).
 
-    Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable (its output is bool).
+    Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable.
 
     Example:
         >>> mk.kwta_mask(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
@@ -98,9 +97,8 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
 def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> tuple[Tensor, Tensor]:
     """`kwta` of x and its mask as bits, from one selection: y (..., N), bits int32 (..., ceil(N / 32)).
 
-    Bit i of word w is element 32 w + i; bits past N are 0. `kwta_apply` applies the bits: use them for masks that
-    serve several tensors, or several epochs, as those of a frozen routing network. Arguments, order of values, tie
-    rules and errors are those of `kwta`. Not differentiable: y is a constant too.
+    Bit i of word w is element 32 w + i; bits past N are 0. `kwta_apply` applies the bits, for example if one mask is
+    used for several tensors. Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable.
 
     Example:
         >>> y, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
@@ -116,17 +114,22 @@ def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
 
 
 def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> Tensor:
-    """Keeps the elements whose bit is set and zeroes the rest: y = m * values, with m from `kwta_bits`.
+    """Keeps the elements of `values` whose bit is set and zeroes the rest.
 
     Args:
-        values: (..., N), of a dtype that `kwta` takes; not necessarily that of the scores which the bits came from.
-        bits: int32 (..., ceil(N / 32)), leading dimensions and device those of values. Bits past N are ignored.
+        values: (..., N), of a dtype that `kwta` takes; it may differ from the dtype of the x given to `kwta_bits`.
+        bits: int32 (..., ceil(N / 32)) from `kwta_bits`, with the leading dimensions and device of values. Bits past N
+            are ignored.
+        backend: as in `kwta`.
 
-    A kept value is copied bit for bit; every other element is +0. Gradient: to values where kept. Twice differentiable.
+    A kept value is copied bit for bit; every other element is +0. Gradient: to values where kept. Differentiable any
+    number of times.
 
     Raises:
-        TypeError: values is no tensor of those dtypes, or bits is not int32.
-        ValueError: bits of another shape or device.
+        TypeError: a tensor has another dtype or layout, or forward-mode AD or a torch.func transform other than vmap is
+            used.
+        ValueError: bits of another shape or device, or values without dimensions.
+        BackendError: the named backend cannot run this.
 
     Example:
         >>> _, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
@@ -147,7 +150,7 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
 
 
 def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """`bits` are masks of values of that shape, on that device."""
+    """Raises unless `bits` has the dtype, shape and device of packed masks of values of `shape`."""
     check_tensor(op, "bits", bits, (torch.int32,), batched=True)
     expected = (*shape[:-1], library.words(shape[-1]))
     if bits.shape != expected or bits.device != device:
@@ -158,13 +161,13 @@ def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
-    """Winners of a row of n elements at keep fraction p: max(1, floor(p * n)), with p read as the decimal it prints as.
+    """The number of winners k of a row of n elements if the fraction p of them is kept: max(1, floor(p * n)).
 
-    Binary floats truncate: 0.29 * 100 = 28.999..., while k_from_fraction(0.29, 100) = 29.
+    p is read as the decimal that it prints as: in binary floats 0.29 * 100 is 28.999..., whose floor is 28, not 29.
 
     Raises:
         ValueError: p outside (0, 1], or n < 1.
-        TypeError: n is no int, p no number.
+        TypeError: n is not an int, or p is not a number or a string.
 
     Example:
         >>> mk.k_from_fraction(0.29, 100)
@@ -186,5 +189,5 @@ def _check(op: str, x: Tensor, k: int, ties: str) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as (rows, N): a view wherever the strides allow one."""
+    """x as (rows, N), a view if the strides allow it."""
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])

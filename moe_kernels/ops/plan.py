@@ -1,12 +1,11 @@
-"""Routing plans: every choice of every token becomes a row of an expert. Plans have no gradient.
+"""Routing plans: choices of tokens become rows, grouped by expert.
 
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
 A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
-requests, scan over these counts, and give each request its row in a second pass. That is O(T * K + chunks * K * E)
-work, and one sort of T priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait.
-The weights of plan_expert_choice and plan_priority have a gradient.
+requests, scan over these counts, and compute each request's row in a second pass. They sort T priorities, if given, but
+not the requests, and build no (T, E) one-hot matrix. On a GPU the host does not wait.
 """
 
 from __future__ import annotations
@@ -44,21 +43,22 @@ def make_plan(
         experts: (T, K) int32 or int64, the choices of every token, best first; -1 is no choice. A token may name an
             expert twice; each is a request.
         num_experts: E, at least 1.
-        capacity: rows that an expert has room for (see `expert_capacity`), from 0; None: nothing is dropped.
-        priority: (T,), a floating dtype: Batch Prioritized Routing. Tokens are visited in descending priority, equal
-            ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE (paper 003) takes the largest of a token's
-            gate weights, or their sum. A constant to autograd.
-        order: "choice" visits all first choices in token order, then all second ones (GShard, V-MoE); "token" every
-            choice of a token before the next token (MegaBlocks). A priority replaces token order.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        capacity: largest number of rows of an expert (see `expert_capacity`), from 0; None: nothing is dropped.
+        priority: (T,), float32, bfloat16, float16 or float64, for Batch Prioritized Routing: tokens are visited in
+            descending priority instead of by position, tokens of equal priority by position. -0.0 equals 0.0, NaN is
+            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum. A constant to
+            autograd.
+        order: "choice" visits the first choices of all tokens, then all second choices, and so on (GShard, V-MoE);
+            "token" visits every choice of a token before the next token (MegaBlocks).
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU it counts as -1, since a check would wait
-    for the device.
+    for the device. Plans have no gradient.
 
     Raises:
-        TypeError: experts or priority is no tensor of those dtypes, num_experts or capacity is no int.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: experts that are not (T, K), a priority that is not (T,) on their device, num_experts < 1,
-            capacity < 0, unknown order, an id as above, or T * K over 2^31 - 1, more than an int32 index can hold.
+            capacity < 0, unknown order, an id as above, or T * K above 2^31 - 1 (rows have int32 indices).
         BackendError: the named backend cannot run this.
 
     Source: paper 003 (V-MoE), section 4 and algorithms 1 and 2; GShard, algorithm 1.
@@ -94,7 +94,7 @@ def make_plan(
 
 
 def check_choices(op: str, experts: Tensor) -> int:
-    """T; `experts` is (T, K), of an index dtype, and has no more choices than an int32 index holds."""
+    """T; raises unless `experts` is (T, K), int32 or int64, with at most 2^31 - 1 elements."""
     check_tensor(op, "experts", experts, INDEX)
     check_rank(op, "experts", experts, "(T, K)")
     num_tokens, k = experts.shape
@@ -108,24 +108,24 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         weights_te = scores_te if expert e takes token t, else 0
 
     Args:
-        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 pass the softmax
-            over experts. Ties go to the lower token; -0.0 equals 0.0, NaN ranks highest.
-        capacity: tokens an expert takes, from 0; more than T takes them all.
-        backend: "reference", "cpu" or "triton"; None chooses (see moe_kernels.explain).
+        scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), in the papers the softmax over
+            experts. Of equal scores the lower token index is taken first; -0.0 equals 0.0, NaN ranks highest.
+        capacity: largest number of tokens that an expert takes, from 0.
+        backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
-        A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
-        and weights (T, E) in the dtype of scores, for `combine`. A token may be chosen by any number of experts, also
-        by none. An expert's rows are in token order. requested equals kept, and dropped is 0.
+        A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the row's expert,
+        and weights (T, E) in the dtype of scores, for `combine`. A token may be chosen by any number of experts, or by
+        none. An expert's rows are in token order. requested equals kept, and dropped is 0.
 
-    Gradient: to the scores of chosen tokens; the choice itself is a constant.
+    Gradient: from weights to the scores of chosen tokens; the choice itself is a constant.
 
     Raises:
-        TypeError: scores is no tensor of those dtypes, capacity is no int.
-        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
-    Source: Zhou et al. 2022, as paper 002, section 4, compares it and V-MoE's public code has it.
+    Source: Zhou et al. 2022; also in paper 002 (sparse ViT), section 4, and in V-MoE's public code.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
@@ -146,28 +146,29 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
 
 def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
-    """The plan of paper 002's priority routing: a token gets at most one expert, its best with room.
+    """The plan of paper 002's priority routing: each token gets at most one expert.
 
-    Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is assigned
-    if the token has no expert yet and the expert has room. The result is the stable matching in which both
-    sides prefer by score, so a kernel may find it by deferred acceptance instead of sorting all T * E pairs.
+    Pairs (token, expert) are visited in descending score, pairs of equal score by token and then by expert. A pair is
+    assigned if the token has no expert yet and the expert has fewer than `capacity` tokens. The result is the stable
+    matching of tokens and experts that all prefer higher scores; backend "cpu" finds it by deferred acceptance, without
+    sorting the T * E pairs.
 
     Args:
-        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"), such as the softmax over experts. -0.0
-            equals 0.0, NaN ranks highest.
-        capacity: rows an expert has room for, from 0. ceil(T / E) places every token, evenly if E divides T.
-        backend: "reference", "cpu" or "triton"; None chooses (see moe_kernels.explain).
+        scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), such as the softmax over
+            experts. -0.0 equals 0.0, NaN ranks highest.
+        capacity: largest number of tokens of an expert, from 0. With ceil(T / E) every token gets an expert.
+        backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
-        A plan with K = 1 and weights (T, 1), the score of the expert that a token got, 0 if none had room. requested
-        counts an expert's first choices, kept its tokens, so dropped is the number of tokens that found no expert at
-        all. An expert's rows are in token order.
+        A plan with K = 1, and weights (T, 1): a token's score for its expert, or 0 for a token without an expert.
+        requested[e] counts the tokens that score expert e highest, kept[e] the tokens that expert e got, and dropped
+        the tokens without an expert. An expert's rows are in token order.
 
-    Gradient: to the scores of the assigned pairs; the matching itself is a constant.
+    Gradient: from weights to the scores of the assigned pairs; the matching itself is a constant.
 
     Raises:
-        TypeError: scores is no tensor of those dtypes, capacity is no int.
-        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
+        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
     Source: paper 002 (sparse ViT), section 4, "priority routing".
@@ -191,13 +192,13 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
 def expert_capacity(
     num_tokens: int, k: int, num_experts: int, factor: float | str | Decimal | Fraction, multiple_of: int = 1
 ) -> int:
-    """Rows an expert has room for: ceil(num_tokens * k * factor / num_experts), rounded up to a multiple.
+    """A capacity: ceil(num_tokens * k * factor / num_experts), rounded up to a multiple of `multiple_of`.
 
-    `factor` is read as the decimal it prints as: 100 tokens at 1.1 over 1 expert are 110 rows, not the 111 of binary
-    floats. V-MoE rounds up to a multiple of 4. The result may exceed the number of tokens; that costs nothing.
+    `factor` is read as the decimal that it prints as: expert_capacity(100, 1, 1, 1.1) is 110, while the ceiling of
+    100 * 1.1 in binary floats is 111. V-MoE rounds up to a multiple of 4. The result may exceed the number of tokens.
 
     Raises:
-        TypeError: a count is no int, factor no number.
+        TypeError: a count is not an int, or factor is not a number or a string.
         ValueError: num_tokens or k < 0, num_experts or multiple_of < 1, a factor that is negative or not finite.
 
     Source: paper 003 (V-MoE), eq. 4.
@@ -213,7 +214,7 @@ def expert_capacity(
 
 
 def capacity_of(num_tokens: int, k: int, num_experts: int, ratio: tuple[int, int], multiple_of: int = 1) -> int:
-    """expert_capacity for a factor given as numerator and denominator."""
+    """expert_capacity for a factor ratio[0] / ratio[1], without checks."""
     capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
     return capacity + -capacity % multiple_of
 
@@ -231,5 +232,5 @@ def _check_scores(op: str, scores: Tensor, capacity: int) -> tuple[int, int, int
 def _check_size(op: str, num_tokens: int, k: int, letter: str) -> None:
     if num_tokens * k > INT32_MAX:
         raise ValueError(
-            f"{op}: T * {letter} must be at most 2^31 - 1, what an int32 index holds; got {num_tokens} * {k}"
+            f"{op}: T * {letter} must be at most 2^31 - 1, the largest int32 index; got {num_tokens} * {k}"
         )

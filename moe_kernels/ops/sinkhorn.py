@@ -1,21 +1,25 @@
-"""Sinkhorn's iteration: from a matrix of scores to a (nearly) doubly stochastic one, at any temperature.
+"""Sinkhorn's iteration: from a matrix of scores S to a nearly doubly stochastic matrix P.
 
-    L = scores / tau,  `iterations` times:  L_ij -= log sum_j exp(L_ij),  L_ij -= log sum_i exp(L_ij);   P = exp(L)
+    L = S / tau,  `iterations` times:  L_ij -= log sum_j exp(L_ij),  L_ij -= log sum_i exp(L_ij);   P = exp(L)
                                                                                        (paper 001, eqs. 7 and 8)
-In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau log sum_i exp((S_ij - f^t_i) / tau):
+With potentials f of rows and g of columns, g^0 = 0, iteration t is
 
-    P = exp((S_ij - f_i - g_j) / tau),  w = P * dP,  df = -w 1,  dg = -w' 1,  dS = w, and for t from last to first
+    f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau),   g^t_j = tau log sum_i exp((S_ij - f^t_i) / tau)
+
+and P = exp((S - f - g) / tau) with the last f and g. Backward: w = P * dP, df = -w 1, dg = -w' 1, dS = w (1 is a vector
+of ones, w' is w transposed). Then for t from last to first
+
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
-    A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0;   at last dS /= tau
+    A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
 
-scores (S) and P are (batch, n, n), 1 is a vector of ones, w' is w transposed. Saved for backward: the scores, or, if
-the gradient is implicit, P. A kernel recomputes the potentials, O(n) numbers an iteration, and never keeps an iterate.
-It divides by tau at the end: where P is exactly 1, as at small tau, terms w and -w then cancel exactly. Terms w / tau
-would be rounded in one sum, but not in another that is fused into a multiply-add.
+and at the end dS /= tau. Where P is exactly 1, the terms w and -w of dS then cancel exactly. Terms w / tau and -w / tau
+might not: one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
+the gradient is implicit. Kernels compute the potentials again and store O(n) numbers for each iteration in backward.
 
-scores / tau needs more bits than float32 has: at tau = 1e-7 it is 1e7 and more. A kernel scales exp(S / tau) by vectors
-where the range of the matrix allows it. Elsewhere it takes differences before exp, in more than float32. GPU kernels
-for n <= 64 that scale by vectors stop early from n = 9 on (backends/triton/_sinkhorn_scaled.py, csrc/cuda/sinkhorn.cu).
+At tau = 1e-7, S / tau is 1e7 for a score of 1; near 1e7 float32 numbers are 1 apart. Kernels therefore have two forms.
+If the range of S / tau in each row is small, they scale exp((S - row maximum) / tau) by vectors. Otherwise they keep
+potentials in float64 and take differences before exp. Prescribed sums, a tolerance and a falling temperature always
+need potentials.
 """
 
 from __future__ import annotations
@@ -57,47 +61,49 @@ def sinkhorn(
 ) -> Tensor:
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
 
-    Columns are normalised last, so they sum to one. Rows do only after convergence, which is rare at small tau: at
-    tau = 1e-7 and n = 8, rows still sum to up to 4 after 150 iterations. See anneal_from, and harden.
+    Columns are normalised last, so they sum to one. Rows sum to one only after convergence, which is slow at small tau:
+    for normal scores, tau = 1e-7 and n = 8, row sums of up to 4 remain after 150 iterations (see anneal_from).
 
     Args:
         scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
-            -inf forbids a pair; a row or column of nothing else comes out as zeros. A matrix that holds NaN or +inf
-            comes out as NaN, and no other matrix does.
-        iterations: R >= 0; each is rows, then columns. 0 gives exp(scores / tau).
-        tau: temperature, finite and above 0. Down to 1e-7 the result is within 1e-6 of float64's on the same scores.
-        gradient: "unrolled", of exactly what was computed; or "implicit", of the fixed point, with O(n^2) memory and no
-            dependence on iterations, an error unless every row sum is within 1e-5 of what it should be. The check
-            waits for a GPU.
-        anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
-            scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
-        rows, columns: (..., n), broadcast over matrices, any floating dtype: sums of the rows and columns instead
-            of one. They must be above 0 and of equal totals, which is not checked; otherwise rows never converge.
-        noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
-        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not with
-            anneal_from.
-        backend: "reference", "cpu", "triton" or "cuda" (both up to n = 1024); None chooses (see moe_kernels.explain).
-            With rows, columns or a tolerance kernels use potentials only, on the CPU in a tenth of the reference's
-            time.
+            -inf forbids a pair; a row or column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes
+            NaN everywhere (if iterations > 0), without effect on other matrices.
+        iterations: at least 0. Each normalises the rows, then the columns.
+        tau: temperature, finite and above 0. Results for float32 scores at tau down to 1e-7 are within 1e-6 of those
+            computed in float64.
+        gradient: "unrolled": the gradient of the computed iterations. "implicit": the gradient of the fixed point, at a
+            cost that does not depend on `iterations`; every row sum must be within 1e-5 of 1 (or of `rows`). On a GPU
+            this check waits for the device.
+        anneal_from: a temperature of at least tau. The temperature falls geometrically from anneal_from in the first
+            iteration to tau in the last; potentials, in units of scores, are kept. For normal scores and n = 8, 60
+            iterations from 1 to 1e-7 reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
+        rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
+            and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise the iteration
+            does not converge.
+        noise: like scores, added to them; Gumbel noise gives Gumbel-Sinkhorn.
+        tolerance: a matrix takes no further iteration once each of its row and column sums is within `tolerance` of 1
+            (or of rows and columns). It cannot be combined with anneal_from.
+        backend: "reference", "cpu", "triton" or "cuda" (the last two up to n = 1024); None: automatic choice (see
+            moe_kernels.explain).
 
     Returns:
-        (..., n, n) in the dtype of scores, accurate to the rounding of that dtype.
+        (..., n, n) in the dtype of scores.
 
-    Gradient: to scores and noise (and, unrolled, rows and columns), once differentiable on kernels. It carries the
-    factor 1 / tau: at tau = 1e-7 entries are 0 or 1 and it is mostly exactly zero. Autocast: runs in the dtype it is
-    given. FLOPs (torch's counter): 4 n^2 an iteration and matrix forward, 12 n^2 backward: those of the multiply-adds
-    of the vector-scaled form.
+    Gradient: to scores and noise (and, unrolled, to rows and columns), with the factor 1 / tau. At tau = 1e-7 most of
+    its elements are exactly 0, since most of the result are exactly 0 or 1. Kernels are once differentiable. torch.vmap
+    is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's counter) a matrix: 4 n^2 an
+    iteration forward, 12 n^2 backward (the multiply-adds of scaling by vectors), or 2 n^3 in all if implicit.
 
     Raises:
-        TypeError: scores is no tensor of those dtypes, noise has another dtype, iterations no int, tau no number, or a
-            torch.func transform.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: scores not (..., n, n), iterations < 0, tau or tolerance not in (0, inf), anneal_from < tau, rows or
             columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
-            unknown gradient, or gradient="implicit" for scores whose iterates have not converged, or with rows or
-            columns that require a gradient.
+            unknown gradient, or gradient="implicit" with a row sum that has not converged, or with rows or columns that
+            require a gradient.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
+    Source: paper 001 (COMET with trees and local search), eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
 
     Example:
         >>> mk.sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), iterations=50)
@@ -127,11 +133,11 @@ def sinkhorn(
     taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
     limit = -1.0 if tolerance is None else float(tolerance)
     p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
-    return p if scores.dim() == 3 else p.view(scores.shape)  # a view would add a node to the graph
+    return p if scores.dim() == 3 else p.view(scores.shape)  # a view of the same shape would add a node to the graph
 
 
 def _temperatures(first: float, last: float) -> Tensor:
-    """(2,), on the CPU. torch.compile makes a new graph for every value of a float, but not of a tensor."""
+    """Both as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
     if not is_compiling():
         return torch.tensor([first, last], dtype=torch.float64, device="cpu")
     one = torch.ones((), dtype=torch.float64, device="cpu")
@@ -139,7 +145,7 @@ def _temperatures(first: float, last: float) -> Tensor:
 
 
 def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
-    """The sums of rows or columns for kernels: (B, n) float64, ones if `sums` is None."""
+    """Prescribed sums of the rows or columns of all B matrices as (B, n) float64; ones if `sums` is None."""
     each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
     return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
 
@@ -150,7 +156,7 @@ def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> floa
     if anneal_from is None:
         return None
     if tolerance is not None:
-        raise ValueError("sinkhorn: tolerance would stop a matrix at a temperature on the way; got anneal_from as well")
+        raise ValueError("sinkhorn: tolerance would stop a matrix before it reaches tau; got anneal_from as well")
     hot = check_positive("sinkhorn", "anneal_from", anneal_from)
     if hot < tau:
         raise ValueError(f"sinkhorn: anneal_from must be at least tau = {tau:g}, a temperature; got {hot}")
@@ -158,7 +164,7 @@ def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> floa
 
 
 def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -> None:
-    """`sums` broadcasts to one number for each row of scores, and needs no gradient that does not exist."""
+    """Raises unless `sums` is None or broadcasts to scores.shape[:-1] and, if implicit, requires no gradient."""
     if sums is None:
         return
     check_tensor("sinkhorn", name, sums, FLOATING, batched=True)
@@ -172,4 +178,4 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
             f"{sums.device}"
         )
     if gradient == "implicit" and sums.requires_grad:
-        raise ValueError(f"sinkhorn: gradient='implicit' has none for {name}; got one that requires it")
+        raise ValueError(f"sinkhorn: gradient='implicit' has none for {name}, but {name}.requires_grad is set")

@@ -4,9 +4,9 @@
     "topk_softmax"   w_i = exp(z_i) / sum over j in S of exp(z_j)         dz_i = w_i (dw_i - <w, dw>)            i in S
     "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
 
-logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; if softmax comes first also
-the logits. Then the probability p_j is w_0 exp(z_j - z_0), with z_0 the logit of the first choice. It is accurate for
-logits of any size; one from a saved logarithm of the sum of exponentials is not.
+logits (T, E) -> weights (T, K), experts (T, K); p is the softmax of z. Saved for backward: weights and experts; for
+"softmax_topk" also z. Backward computes p_j as w_0 exp(z_j - z_0), with z_0 the largest z of the token and w_0 its
+weight. The rounding error of exp(z_j - logsumexp(z)) with a saved logsumexp would grow with the size of z.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ def topk_gate(
     Args:
         logits: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         k: choices per token, from 0 to E.
-        order: "topk_softmax" or "softmax_topk"; the latter is V-MoE's and has a gradient for k = 1 too.
-        noise: like logits in shape, dtype and device, added in that dtype before anything else. V-MoE trains with
-            normal noise of standard deviation 1 / E and evaluates without.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        order: "topk_softmax" or "softmax_topk" (V-MoE's). For k = 1 only "softmax_topk" has a gradient that is not 0.
+        noise: like logits in shape, dtype and device, added to logits in that dtype. V-MoE trains with normal noise of
+            standard deviation 1 / E and evaluates without.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
         weights (T, K) in the dtype of logits, computed in float32 (float64 stays), and experts (T, K) int32. Choices
-        are in descending order of z; of equal ones the lower expert comes first.
+        are in descending order of z; of equal z the lower expert index comes first.
 
     Order of values: -0.0 equals 0.0; NaN ranks above +inf and equals every NaN. A NaN among the logits of a softmax
     makes all of its weights NaN, as in torch.softmax; the experts are still defined.
 
-    Gradient: to logits and noise through the softmax; the choice itself is a constant. Differentiable once.
-    FLOPs (torch's counter): none; comparisons and exponentials are not counted.
+    Gradient: to logits and noise through the softmax; the choice itself is a constant. Kernels are once differentiable.
+    FLOPs (torch's counter): 0; comparisons and exponentials are not counted.
 
     Raises:
-        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform
-            other than vmap.
+        TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
+            other than vmap is used.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the named backend cannot run this.
 
-    Source: "topk_softmax" paper 004, eq. 2; "softmax_topk" paper 003 (V-MoE), eq. 3.
+    Source: "topk_softmax": paper 004 (CompeteSMoE), eq. 2; "softmax_topk": paper 003 (V-MoE), eq. 3.
 
     Example:
         >>> weights, experts = mk.topk_gate(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 0.0]]), 2)

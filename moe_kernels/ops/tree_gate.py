@@ -1,19 +1,21 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between, u = t/g + 1/2, g = gamma (paper 001, eq. 9 corrected)
-    s_kq = <split_weight_kq, x> + split_bias_kq             node q = 0 .. E-2 of tree k in heap order, s (T, K, E-1)
-    p_ke = product over the path to leaf e of h(s) where it goes left, h(-s) where it goes right       p (T, K, E)
-    a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                           a (T, K, E)
-    q_ke = p_ke exp(a_ke) / sum over trees and leaves of p exp(a),   gates_e = sum over k of q_ke   (eq. 3; T, E)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u), u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
+    s_kq = <split_weight_kq, x> + split_bias_kq        for node q = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
+    p_ke = product of h(s) or h(-s) over the nodes above leaf e, h(s) where the path goes left:     p (T, K, E)
+    a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                       a (T, K, E)
+    q_ke = p_ke exp(a_ke) / (sum over all trees and leaves of p exp(a))                             q (T, K, E)
+    gates_e = sum over k of q_ke                                                     (paper 001, eq. 3) gates (T, E)
 
-    da_ke = q_ke (dgates_e - <gates, dgates>)
-    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L, R: sums of da_ke + p_ke dp_ke over leaves under q's left, right child
+Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the left and the right child of node q:
 
-Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
-by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
-A leaf takes part in the softmax if p is at least the smallest normal number. `parity` replaces p in the softmax by
-p + 1e-8 or the like; L and R then sum da p / (p + 1e-8). If saturated nodes keep most tokens from most branches of the
-trees, "cpu" computes only the products that a token reaches, forward and backward.
+    da_ke = q_ke (dgates_e - <gates, dgates>),   ds_kq = L h'(s) / h(s) - R h'(s) / h(-s)
+
+Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels take no logarithm and compute h'/h as
+6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. A leaf is in
+the softmax if p is at least the smallest normal number. With `parity`, p + epsilon replaces p in the softmax, and L and
+R sum da p / (p + epsilon) instead of da. If enough nodes are saturated, backend "cpu" computes only the products of
+nodes and leaves that a token can reach.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
-# Smallest normal number of each compute dtype. From it to its inverse, gamma and 1 / gamma have full precision.
+# Smallest normal number of each compute dtype. If gamma is from it to its inverse, gamma and 1 / gamma are normal.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 
 def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tensor:
-    """h(t): 0 up to -gamma/2, 1 from gamma/2, and between them u^2 (3 - 2 u) with u = t/gamma + 1/2. Elementwise.
+    """h(t): 0 up to -gamma/2, 1 from gamma/2 on, and u^2 (3 - 2 u) between, with u = t/gamma + 1/2. Elementwise.
 
     Args:
         t: float32, bfloat16, float16 or float64, any shape.
@@ -43,17 +45,17 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
         backend: "reference" or None.
 
     Returns:
-        Like t, computed in float32 (float64 stays). Exactly 0 and 1 where saturated, accurate to the last place between
-        (the paper's expanded cubic cancels near -gamma/2). 1 - h(t) is h(-t). NaN stays NaN.
+        h in the dtype of t, computed in float32 (float64 stays). This form is accurate near -gamma/2, where the paper's
+        expanded cubic cancels. NaN stays NaN.
 
     Gradient: to t, 6 u (1 - u) / gamma, exactly 0 at and beyond +-gamma/2.
 
     Raises:
-        TypeError: t is no tensor of those dtypes, gamma no number, or a torch.func transform.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: gamma is out of range.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001, eq. 9, whose middle interval is misprinted.
+    Source: paper 001 (COMET with trees and local search), eq. 9, whose middle interval is misprinted.
 
     Example:
         >>> mk.smooth_step(torch.tensor([-1.0, -0.25, 0.0, 0.5, 1.0]), gamma=1.0)
@@ -81,33 +83,33 @@ def tree_gate(
     Args:
         x: (T, P), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
-        leaf_weight: (K, E, P), leaves from left to right; leaf e belongs to expert e. Leaves are the nodes E-1 .. 2E-2
-            of the heap; if E is no power of two, the deepest ones, which end the heap, are the left-most.
-        gamma: width of the smooth step, above 0 and finite, as for smooth_step: from 1.2e-38 to 8.5e37 in float32.
-        split_bias, leaf_bias: (K, E-1) and (K, E), or None.
-        parity: None for p as in eq. 3, or what the authors' code uses instead: "tf", p + 1e-8, and 0 where p = 0;
-            "bert", p + 1e-6, and 0 where p < 1e-5 (that code has no split_bias).
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        leaf_weight: (K, E, P) in the dtype of x; leaf e, counted from the left, belongs to expert e. Leaves are the
+            places E-1 .. 2E-2 of the heap. If E is not a power of two, the deeper leaves, last in the heap, come first.
+        gamma: width of the smooth step, as for smooth_step: from 1.2e-38 to 8.5e37 unless x is float64.
+        split_bias, leaf_bias: (K, E-1) and (K, E) in the dtype of x, or None.
+        parity: the leaf probability in the softmax. None: p, as in eq. 3. As in the authors' code, "tf": p + 1e-8, or 0
+            where p = 0; "bert": p + 1e-6, or 0 where p < 1e-5.
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
         gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which sum to one over the leaves of a
-        tree. A leaf that a saturated node excludes has exactly 0; other probabilities are not clipped. Both are in the
-        dtype of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's
-        split pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
+        tree. A leaf that a token cannot reach, because a node above it is saturated (h is 0 or 1), has probability 0.
+        Both are in the dtype of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN
+        among a token's split pre-activations, or among the logits of reachable leaves, makes its gates NaN.
 
-    Gradient: to x, weights and biases, from gates and leaf_probs. It is finite on kernels; saturated nodes and leaves
-    out of reach get exactly zero. "reference" divides by probabilities: if every leaf with weight is as unlikely as
-    1e-36, a gradient of 1e4 overflows there, to NaN or infinity. A token with NaN gates gets NaN or zero for each of
-    its nodes and leaves, and backends may differ in which. Differentiable once on kernels. Autocast: runs in the dtype
-    of its inputs. FLOPs (torch's counter): 2 T P K (2E - 1), the products; twice as many backward. On a GPU float32
-    products are torch.mm's: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
+    Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
+    Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
+    NaN or infinite if no leaf in the softmax is more likely than 1e-36. For a token with NaN gates, the gradient of a
+    node or leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of its inputs. FLOPs of kernels
+    (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward if all gradients are needed. On a GPU
+    torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:
-        TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.
+        TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: shapes that do not fit, another device than that of x, gamma out of range, an unknown parity.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
+    Source: paper 001 (COMET with trees and local search), eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -141,30 +143,31 @@ def tree_route(
     statistics: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
-    """One expert per tree, for inference: descends from the root and reads only the nodes on the path.
+    """One expert per tree, for inference: the likeliest leaf, or the left-most of several.
 
-    Equals the gate of `tree_gate` where every tree is saturated. Of an unsaturated tree it keeps the likeliest leaf,
-    the left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
+    Kernels search for this leaf from the root and do not compute all nodes. weights = softmax of the logits of the K
+    leaves. If every node on the K paths is saturated, the result equals the gates of `tree_gate`; otherwise it is an
+    approximation.
 
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.
-        statistics: also return what was read.
-        backend: "reference", "cpu" or "cuda"; None chooses (see moe_kernels.explain).
+        statistics: whether to return RouteStatistics as well.
+        backend: "reference", "cpu" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
-        weights (T, K) and experts (T, K) int32; place k belongs to tree k. Weights are in the dtype of x, computed in
-        float32 (float64 stays) from pre-activations in the dtype of x. An expert that several trees chose appears once,
-        at the first of their places, with the sum of their weights; the freed places hold weight 0 and expert -1. A
-        token that reads a NaN goes left there and has NaN weights.
-        With statistics also RouteStatistics(visited, unsaturated), (T, K) each. visited (int32) counts the nodes read:
-        the path of a saturated tree, and more in other trees. unsaturated (bool) says whether one of them was not
-        saturated, so that the gate is an approximation.
+        weights (T, K) and experts (T, K) int32; column k belongs to tree k. Weights are in the dtype of x, computed in
+        float32 (float64 stays). An expert that several trees chose appears once, in the first of their columns, with
+        the sum of their weights; their other columns have weight 0 and expert -1. At a node whose pre-activation is NaN
+        the token goes left, and all of its weights become NaN.
+        With statistics also RouteStatistics(visited, unsaturated), each (T, K). visited (int32) counts the nodes at
+        least as likely as the leaf: those on its path and, in unsaturated trees, perhaps others. unsaturated (bool)
+        says whether one of these nodes was not saturated.
 
-    Gradient: none. FLOPs (torch's counter): of saturated trees, 2 T P K (ceil(log2 E) + 1).
+    Gradient: none. FLOPs of kernels (torch's counter): 2 T P K (ceil(log2 E) + 1), as if all trees were saturated.
 
     Raises: as tree_gate.
 
-    Source: paper 001, section 3.2 (conditional inference); what happens to unsaturated trees is our choice.
+    Source: paper 001, section 3.2 (conditional inference), which does not define the result for unsaturated trees.
 
     Example:
         >>> x = torch.tensor([[1.0], [-1.0]])
@@ -190,7 +193,7 @@ def tree_route(
 
 
 def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> float:
-    """Checks shapes, dtypes and devices of a gate's arguments; returns gamma as a float."""
+    """gamma as a float; raises unless dtypes, shapes and devices of the other arguments fit."""
     check_tensor(op, "x", x, FLOATING)
     check_rank(op, "x", x, "(T, P)")
     check_rank(op, "split_weight", split_weight, "(K, E-1, P)")
@@ -210,12 +213,12 @@ def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> fl
 
 
 def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
-    """gamma as a float; it and 1 / gamma must be normal numbers of the compute dtype of `dtype`."""
+    """gamma as a float; raises unless gamma and 1 / gamma are normal numbers of the compute dtype of `dtype`."""
     number, computed = check_positive(op, "gamma", gamma), library.compute_dtype(dtype)
     low = _TINY[computed]
     if not low <= number <= 1 / low:
         raise ValueError(
             f"{op}: gamma must be above 0 and finite in {str(computed).removeprefix('torch.')}, from {low:.4g} to "
-            f"{1 / low:.4g} as 1 / gamma must be; got {number}"
+            f"{1 / low:.4g} (so that 1 / gamma is a normal number too); got {number}"
         )
     return number
