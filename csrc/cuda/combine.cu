@@ -171,16 +171,9 @@ cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
 
 template <class Call>
 cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStream_t stream) {
-  switch (dtype) {
-    case float32:
-      return vectorized ? launch_combine<float, uint4>(call, stream) : launch_combine<float, uint32_t>(call, stream);
-    case bfloat16:
-      return vectorized ? launch_combine<__nv_bfloat16, uint4>(call, stream)
-                        : launch_combine<__nv_bfloat16, uint16_t>(call, stream);
-    case float16:
-      return vectorized ? launch_combine<__half, uint4>(call, stream) : launch_combine<__half, uint16_t>(call, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_unit(dtype, vectorized, [&](auto element, auto unit) {
+    return launch_combine<decltype(element), decltype(unit)>(call, stream);
+  });
 }
 
 bool plausible(int64_t tokens, int64_t k, int64_t num_rows, int64_t dim) {

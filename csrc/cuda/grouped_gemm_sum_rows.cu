@@ -67,15 +67,10 @@ cudaError_t grouped_gemm_sum_rows(int dtype, const void* rows, int64_t rows_stri
   if (tokens == 0 || dim == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
   const bool vectorized = rows_divide(16, dim * size, {rows_stride * size}, {rows, out});
-  const auto run = [&](auto* with) {
-    return with(rows, rows_stride, by_token, token_offsets, out, tokens, dim, stream);
-  };
-  switch (dtype) {
-    case float32: return run(vectorized ? launch_sums<float, uint4> : launch_sums<float, uint32_t>);
-    case bfloat16: return run(vectorized ? launch_sums<__nv_bfloat16, uint4> : launch_sums<__nv_bfloat16, uint16_t>);
-    case float16: return run(vectorized ? launch_sums<__half, uint4> : launch_sums<__half, uint16_t>);
-  }
-  return cudaErrorInvalidValue;
+  return with_unit(dtype, vectorized, [&](auto element, auto unit) {
+    return launch_sums<decltype(element), decltype(unit)>(rows, rows_stride, by_token, token_offsets, out, tokens, dim,
+                                                          stream);
+  });
 }
 
 }  // namespace moe

@@ -466,12 +466,7 @@ cudaError_t kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* val
   p.z = z;
   const double density = std::exp(-0.5 * z * z) * 0.3989422804014327;  // of the standard normal distribution at z
   p.spacing = static_cast<float>(1.0 / (density * static_cast<double>(n)));
-  switch (dtype) {
-    case float32: return launch_rows<float>(p, stream);
-    case bfloat16: return launch_rows<__nv_bfloat16>(p, stream);
-    case float16: return launch_rows<__half>(p, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return with_element(dtype, [&](auto element) { return launch_rows<decltype(element)>(p, stream); });
 }
 
 cudaError_t kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx,

@@ -326,15 +326,9 @@ cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* w
                           int softmax_first, cudaStream_t stream) {
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || k == 0) return cudaSuccess;
-  const auto run = [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     return launch_gate<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first, stream);
-  };
-  switch (dtype) {
-    case float32: return run(float{});
-    case bfloat16: return run(__nv_bfloat16{});
-    case float16: return run(__half{});
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
@@ -342,16 +336,10 @@ cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, cons
                           int64_t k, cudaStream_t stream) {
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || num_experts == 0) return cudaSuccess;
-  const auto run = [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     return launch_gate_bwd<decltype(element)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts,
                                         k, stream);
-  };
-  switch (dtype) {
-    case float32: return run(float{});
-    case bfloat16: return run(__nv_bfloat16{});
-    case float16: return run(__half{});
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace moe

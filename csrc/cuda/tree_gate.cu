@@ -259,7 +259,7 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
   if (tokens == 0) return cudaSuccess;
   const SmoothStep step(gamma);
   const Weighing weighing{epsilon, least};
-  const auto run = [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     using T = decltype(element);
     const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
     T *const to = static_cast<T*>(gates), *const probs = static_cast<T*>(leaf_probs);
@@ -275,13 +275,7 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
           return launch_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,
                              leaves, to, probs);
         });
-  };
-  switch (dtype) {
-    case float32: return run(float{});
-    case bfloat16: return run(__nv_bfloat16{});
-    case float16: return run(__half{});
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_leaf_probs, const void* split_logits,
@@ -292,7 +286,7 @@ cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_le
   if (tokens == 0) return cudaSuccess;
   const SmoothStep step(gamma);
   const Weighing weighing{epsilon, least};
-  const auto run = [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     using T = decltype(element);
     const auto *const of_gates = static_cast<const T*>(grad_gates), *const of_probs = static_cast<const T*>(grad_leaf_probs);
     const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
@@ -307,13 +301,7 @@ cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_le
           return launch_heaps(tree_gate_bwd_kernel<T>, 2, tokens, num_trees, num_experts, step, weighing, stream,
                              of_gates, of_probs, splits, leaves, to_splits, to_leaves);
         });
-  };
-  switch (dtype) {
-    case float32: return run(float{});
-    case bfloat16: return run(__nv_bfloat16{});
-    case float16: return run(__half{});
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace moe

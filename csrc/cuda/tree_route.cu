@@ -204,16 +204,9 @@ cudaError_t tree_route_fwd(int dtype, const void* x, int64_t x_stride, const voi
   const bool vectorized = rows_divide(16, dim * size, {x_stride * size}, {x, split_weight, leaf_weight});
   const Call call{x,       x_stride, split_weight, leaf_weight, split_bias, leaf_bias,   static_cast<float*>(weights),
                   experts, visited,  unsaturated,  tokens,      num_trees,  num_experts, dim, gamma};
-  switch (dtype) {
-    case float32:
-      return vectorized ? launch_route<float, uint4>(call, stream) : launch_route<float, uint32_t>(call, stream);
-    case bfloat16:
-      return vectorized ? launch_route<__nv_bfloat16, uint4>(call, stream)
-                        : launch_route<__nv_bfloat16, uint16_t>(call, stream);
-    case float16:
-      return vectorized ? launch_route<__half, uint4>(call, stream) : launch_route<__half, uint16_t>(call, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_unit(dtype, vectorized, [&](auto element, auto unit) {
+    return launch_route<decltype(element), decltype(unit)>(call, stream);
+  });
 }
 
 }  // namespace moe

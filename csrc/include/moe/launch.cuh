@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
+#include "moe/dtypes.h"
 #include "moe/platform.cuh"
 
 namespace moe {
@@ -46,6 +48,26 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   kernel<<<grid, block, shared_bytes, stream>>>(std::forward<Arguments>(arguments)...);
   return cudaGetLastError();
 #endif
+}
+
+// Calls run(T{}) for the element type T of `dtype`. Kernels have no float64.
+template <class Run>
+cudaError_t with_element(int dtype, Run run) {
+  switch (dtype) {
+    case float32: return run(float{});
+    case bfloat16: return run(__nv_bfloat16{});
+    case float16: return run(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Calls run(T{}, Unit{}): the kernel reads rows of T in units of 16 bytes if they are vectorized, else of one element.
+template <class Run>
+cudaError_t with_unit(int dtype, bool vectorized, Run run) {
+  return with_element(dtype, [&](auto element) {
+    using One = std::conditional_t<sizeof(element) == 2, uint16_t, uint32_t>;
+    return vectorized ? run(element, uint4{}) : run(element, One{});
+  });
 }
 
 }  // namespace moe
