@@ -135,6 +135,28 @@ def test_autocast_casts_nothing():
         assert mk.kwta(x.bfloat16(), 5).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_autocast_rounds_no_product(backend):
+    """Results in float32, forward and backward, are the same bits with autocast and without.
+
+    Threads without an expert, and fewer than 24 rows for each: torch multiplies on a CPU with two cores and more.
+    """
+    plan = mk.make_plan(torch.zeros(20, 1, dtype=torch.int64), 1)
+    x, w_in, w_out = torch.randn(20, 700), torch.randn(1, 700, 700), torch.randn(1, 700, 700)
+
+    def run(autocast: bool) -> list[torch.Tensor]:
+        weight = w_in.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = mk.grouped_gemm(x, weight, torch.tensor([0, 20]), backend=backend)
+            if backend != "reference":  # its backward is torch's, which follows autocast
+                out.backward(x)
+            mlp = mk.expert_mlp(x, plan, w_in, w_out, weights=None, backend=backend)
+            return [out, mlp, mk.expert_norms(x, w_in, w_out, backend=backend), weight.grad]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert got is None or torch.equal(got, want)
+
+
 def test_a_narrower_instruction_set_can_be_requested():
     code = "from moe_kernels.backends import cpu; print(cpu.isa)"
     environment = {**os.environ, "MOE_KERNELS_CPU_ISA": "base"}

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends, library
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_plan, check_rank, check_tensor
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.grouped_gemm import HALVING, check_activation, grouped_gemm
@@ -96,18 +97,9 @@ def expert_mlp(
     chosen = backends.choose_shapes("expert_mlp", backend, x)
     if chosen == "reference":
         library.ops.refuse_bad_rows("expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
-        return reference.expert_mlp(
-            x,
-            plan,
-            w_in,
-            w_out,
-            weights=weights,
-            b_in=b_in,
-            b_out=b_out,
-            activation=activation,
-            alpha=alpha,
-            limit=limit,
-        )
+        named = {"weights": weights, "b_in": b_in, "b_out": b_out}
+        with without_autocast(x.device.type):
+            return reference.expert_mlp(x, plan, w_in, w_out, **named, activation=activation, alpha=alpha, limit=limit)
     if activation == library.CLAMPED:
         offsets = plan.expert_offsets
         pre = grouped_gemm(x, w_in, offsets, bias=b_in, row_token=plan.row_token, backend=chosen)

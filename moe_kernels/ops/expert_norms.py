@@ -15,6 +15,7 @@ from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends, library
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
 from moe_kernels.ops.expert_mlp import check_parameters
 
@@ -74,5 +75,6 @@ def expert_norms(
     check_parameters("expert_norms", x, None, w_in, w_out, b_in, b_out, activation)
     chosen = backends.choose("expert_norms", backend, x)
     if chosen == "reference":
-        return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
+        with without_autocast(x.device.type):
+            return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
     return library.ops.expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation or "", chosen).to(x.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends, library
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED, library.CLAMPED)
@@ -100,16 +101,9 @@ def grouped_gemm(
     chosen = backends.choose_shapes("grouped_gemm", backend, rows)
     if chosen == "reference":
         library.ops.refuse_bad_groups(expert_offsets, rows, row_token)
-        return reference.grouped_gemm(
-            rows,
-            weight,
-            expert_offsets,
-            bias=bias,
-            activation=activation,
-            alpha=alpha,
-            limit=limit,
-            row_token=row_token,
-        )
+        named = {"bias": bias, "activation": activation, "alpha": alpha, "limit": limit, "row_token": row_token}
+        with without_autocast(rows.device.type):
+            return reference.grouped_gemm(rows, weight, expert_offsets, **named)
     if activation == library.CLAMPED:
         pre = library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, chosen)[0]
         return library.ops.swiglu_clamped(pre, alpha, limit)

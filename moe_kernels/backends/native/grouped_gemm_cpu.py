@@ -220,8 +220,9 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
     """(E, Din, Dout): x^T grad over the rows of each expert, by torch."""
     dtype, sizes = _torch_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
     out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
-    for x_e, grad_e, out_e in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
-        out_e.copy_(x_e.to(dtype).t() @ grad_e.to(dtype))
+    with torch.autocast("cpu", enabled=False):  # a backward pass within autocast would round the operands
+        for x_e, grad_e, out_e in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
+            out_e.copy_(x_e.to(dtype).t() @ grad_e.to(dtype))
     return out
 
 
