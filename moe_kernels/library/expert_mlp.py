@@ -148,7 +148,7 @@ def _bwd_flops(grad, x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *
     bias_share = 2 * row_token[0] * w_out[2] if to_weights and b_out is not None else 0
     to_bias = 2 * row_token[0] * w_out[2] * to_b_out
     to_input = (first + row_token[0] * w_in[1]) * to_x
-    return second * (1 + to_w_out) + first * (to_w_in or to_b_in) + to_input + to_bias + bias_share
+    return second * (1 + (to_w_out or to_b_out)) + first * (to_w_in or to_b_in) + to_input + to_bias + bias_share
 
 
 _TENSORS = (
