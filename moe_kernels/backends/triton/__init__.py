@@ -51,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
 
 
 def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the GPU of the first argument current during the call, since Triton launches on the current GPU."""
+    """Decorator: a call makes the GPU of its first argument current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
     def wrapper(x: torch.Tensor, *rest: Any) -> Any:

@@ -240,7 +240,7 @@ def _token_sums(
 
 
 def _stages(tiles: Tiles, gathered: bool) -> Tiles:
-    """Tiles with more stages if rows are gathered: Triton splits them between loads of indices and loads of rows."""
+    """Tiles with more stages if rows are gathered: Triton splits stages between loads of indices and of rows."""
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
 
 
@@ -329,11 +329,8 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D), every token's sum of its rows.
-
-    Each row is read once. For 16-bit rows torch's gather, cast to float32 and segmented sum would move seven times as
-    many bytes.
-    """
+    """(R, D) -> (T, D), every token's sum of its rows. Each row is read once; for 16-bit rows torch's gather, cast to
+    float32 and segmented sum would move seven times as many bytes."""
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))
     if rows.numel() == 0:

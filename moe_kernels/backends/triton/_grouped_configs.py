@@ -70,7 +70,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# For float32, and for arguments that are not `_divisible`, whose loads Triton may not vectorize.
+# Tiles for float32 and for arguments that are not `_divisible`: Triton may not vectorize their loads.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -185,8 +185,8 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
-    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`, or x itself unless x has 16-bit elements, the
-    device runs loop 90 and the layout allows a descriptor."""
+    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`; or x itself if x is empty or not 16-bit, its
+    layout does not allow a descriptor or the device runs loop 80."""
     *outer, last = x.stride()
     possible = (
         loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)

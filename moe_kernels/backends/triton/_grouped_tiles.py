@@ -23,7 +23,7 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once
 ):
-    """(expert, first, end): a row tile's expert and first row, the expert's last row + 1; first >= end: no rows."""
+    """(expert of a row tile, first row of the tile, end of the expert's rows). The tile has no rows if first >= end."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
         starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
@@ -43,8 +43,8 @@ def find_tile(
 
 @triton.jit
 def raster(column_tiles, programs, first):
-    """Row tile and column tile of this program, one of `programs` from id `first` on: these take GROUP row tiles of the
-    first column tile, the same row tiles of each other column tile, then the next GROUP row tiles."""
+    """Row tile and column tile of this program, one of `programs` from id `first` on. In order of id, programs take
+    GROUP row tiles of the first column tile, the same row tiles of each other column tile, then the next GROUP."""
     group = (tl.program_id(0) - first) // (GROUP * column_tiles)
     group_rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
     index = (tl.program_id(0) - first) - group * GROUP * column_tiles
@@ -141,7 +141,7 @@ def split_columns(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x: "relu", "gelu" (with erf), "silu", "tanh", or x itself for ""."""
+    """The activation of float32 x: "relu", "gelu" (the form with erf), "silu", "tanh", or x itself for ""."""
     if ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)
     elif ACTIVATION == "gelu":
@@ -185,7 +185,7 @@ def _normal(x):
     """The standard normal distribution function at x, and its density.
 
     For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|) and a polynomial P of degree 8. In exact
-    arithmetic its relative error is at most 5e-8 for |x| <= 13. With erf a gelu would take 1.5 times the instructions,
+    arithmetic the relative error is at most 5e-8 for |x| <= 13. With erf a gelu would take 1.6 times the instructions,
     and 1 + erf would lose nearly all digits below x = -5.
     """
     t = _reciprocal(tl.fma(tl.abs(x), 0.29, 1.0))

@@ -195,11 +195,11 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """(least, partly, split): which elements of the middle win if only the first `ties` ties win.
+    """(least, partly, split): the winners of the middle if only the first `ties` ties win.
 
-    least (C, R, L): elements win from this pattern on. split (C, R): True for the chunk in which some ties win and some
-    do not, at most one of a row. partly (R, L): bit 4 i is set if element i of the lane's eight in that chunk is a tie
-    that wins although others of the eight do not; not 0 in at most one lane of a row.
+    least (C, R, L): elements win from this pattern on. split (C, R): True for the chunk, at most one of a row, in which
+    some ties win and others do not. partly (R, L): bit 4 i is set if element i of the lane's eight in that chunk is a
+    tie that wins while another of the eight does not.
     """
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
@@ -230,10 +230,8 @@ def _settle_ties(pairs, least, ties, ordered):
 
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
-    """Shifts the stored flags (1: wins) of a row's middle by `head` bits and adds the flags of the edges.
-
-    row, edge_flags, head, whole: (R). edge_flags has the head's flags in bits 0 to 7, the tail's in bits 8 to 15.
-    """
+    """Shifts the stored flags (1: wins) of a row's middle by `head` bits and adds edge_flags: the head's flags in bits
+    0 to 7, the tail's in bits 8 to 15. row, edge_flags, head, whole: (R)."""
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
     tl.debug_barrier()  # lanes read flags that other lanes have stored

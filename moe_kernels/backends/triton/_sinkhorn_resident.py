@@ -94,7 +94,7 @@ def _scalars(ptr, B, M: tl.constexpr):
 
 @triton.jit
 def _selected(flags_ptr, B, M: tl.constexpr, SUMS: tl.constexpr):
-    """(M), bool: whether this kernel computes each matrix of the program."""
+    """(M), bool: True for each matrix of the program that this kernel computes."""
     ptrs, real = _scalars(flags_ptr, B, M)
     if SUMS:
         which = real
@@ -105,7 +105,7 @@ def _selected(flags_ptr, B, M: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def _broken(scores):
-    """(M), bool: whether each matrix holds NaN or +inf."""
+    """(M), bool: True for each matrix that holds NaN or +inf."""
     return tl.max(tl.max((scores < float("inf")).to(tl.int32) ^ 1, axis=2), axis=1) > 0
 
 

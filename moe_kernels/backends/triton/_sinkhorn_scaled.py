@@ -7,9 +7,9 @@ next and compute the flagged matrices. In a joint kernel the fast path would nee
 
 From n = 9 on both kernels stop early. The bits of a matrix do not depend on the other matrices of its program.
 * Forward stops when an iteration leaves v unchanged, since later iterations would too.
-* Backward (formulas in ops/sinkhorn.py): sum |dg| never grows, as rows of A and columns of B sum to one. The t remaining
-  iterations add entries of A and B, each at most 1, times numbers whose absolute values sum to at most 2 t sum |dg|.
-  With w = P * dP, dg is set to 0 if t sum |dg| <= 2^-45 sum |w|; this leaves out less than 6e-14 of sum |w|.
+* Backward (formulas in ops/sinkhorn.py): sum |dg| never grows, as rows of A and columns of B sum to one. The t
+  remaining iterations add entries of A and B, each at most 1, times numbers whose absolute values sum to at most
+  2 t sum |dg|. With w = P * dP, dg is set to 0 if t sum |dg| <= 2^-45 sum |w|: the error is below 6e-14 sum |w|.
 
 Backward is in float64, since a gradient P (dP - a - b) / tau can cancel (a belongs to its row, b to its column). In
 float32 the error would exceed 1e-5 of the entry in 0.2 to 12 % of the entries (n = 4 to 64, tau = 0.1 and 1, 20
@@ -25,18 +25,18 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# A matrix is scaled if all rows of scores / tau have a smaller range: u, v and products then stay normal numbers.
+# A matrix is scaled if each row of scores / tau has a smaller range: k, u, v and their products then stay normal.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-# Least N that stops early. For smaller N one of the program's many matrices nearly always still changes, and the test
-# would add a third to the cost.
+# Smallest N that stops early. For smaller N one of the program's many matrices nearly always still changes, and the
+# test would add a third to the cost.
 EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
 
 @triton.jit
 def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M): the largest range of a row, over the rows of each matrix."""
+    """(M): the largest range (maximum - minimum) of a row of each matrix."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
@@ -50,8 +50,8 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(scaled, broken, x, inv_tau): which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau. Writes the
-    flags of the matrices that need logarithms."""
+    """(scaled, broken, x, inv_tau): which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau. Writes
+    the flags: 1 for a matrix that needs logarithms, else 0."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)

@@ -1,7 +1,8 @@
 """Sinkhorn's iteration in logarithms for n > 64, or n > 32 in a backward with SUMS. A program has one matrix and reads
 it in every iteration, ROWS rows at a time.
 
-f, g, anchors, logarithms and SUMS are explained in _sinkhorn_resident.py.
+f and g are the potentials of rows and columns, each anchor + tau * logarithm (log_sum_exp). SUMS: row and column sums
+are prescribed, or there is a tolerance.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
     """0 or 1: whether these row sums before iteration t are within the tolerance. f: row potentials after iteration t.
-    The row sums are the prescribed ones times exp((f - before) / tau)."""
+    The sums are the prescribed ones times exp((f - before) / tau), where `before` is f after iteration t - 1."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -241,7 +242,7 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # A matrix with NaN or +inf may have count 0 from resident_fwd, which replaces it by zeros.
+        # A matrix with NaN or +inf may have count 0 from resident_fwd, which replaces the matrix by zeros.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:

@@ -1,4 +1,4 @@
-"""Dispatch in Triton: a program reads a tile of tokens once, as bit patterns, and stores it to all their rows."""
+"""Dispatch in Triton: a program reads a tile of x once, as bit patterns, and stores it to all rows of its tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _grouped_gemm_fwd(
     bias_ptr,  # (E, N or 2 N) contiguous; not read unless BIAS
     row_token_ptr,  # (R); not read unless GATHER
     expert_offsets_ptr,  # (E + 1)
-    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 squares if NORMS
+    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 sums of squares if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,

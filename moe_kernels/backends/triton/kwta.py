@@ -1,4 +1,4 @@
-"""k-winner-take-all in Triton. A program takes one row and searches for its threshold; elements above it win.
+"""k-winner-take-all in Triton. A program takes one row, searches for its threshold and writes the winners.
 
 A round of the search counts the elements whose keys reach a trial key. Keys are integers in the order of the elements
 (_kwta_values.py). 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py instead.
@@ -23,11 +23,11 @@ TIES = {"index": 0, "strict": 1, "all": 2}  # which elements win if too many equ
 # INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys of a row of up to RESIDENT
+LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys of a row up to RESIDENT
 RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
-CHUNK = 4096  # elements written at a time: with more, registers would spill
+CHUNK = 4096  # most elements written at a time: with more, registers would spill
 BLOCK_BWD = 4096  # most elements of a program of the backward
-TRIALS = 8  # rounds with interpolated trials; later rounds bisect. Most rows of normal elements need fewer
+TRIALS = 8  # rounds with interpolated trials before bisection; most rows of normal elements need fewer
 
 
 def warps(block: int) -> int:
@@ -167,7 +167,7 @@ def _kwta_fwd(
     units,
     K,
     quantile,  # threshold of a normal distribution, in deviations above the mean
-    UNIT: tl.constexpr,  # the elements of 16 bytes, or 1
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,
@@ -327,9 +327,8 @@ def _aligned_like_contiguous(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
-    A lane holds up to 64 elements, in about 125 registers; with up to 32, a row of 4096 takes 24.5 instructions an
-    element instead of 17.6. A row of 513 to 1024 has its own warp: two rows in a warp would both run the rounds of the
-    slower one.
+    A lane holds up to 64 elements, in about 125 registers. With up to 32, a row of 4096 takes 24.5 instructions an
+    element instead of 17.6. A row of 513 to 1024 has its own warp: two in a warp would run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

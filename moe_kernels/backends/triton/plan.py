@@ -234,7 +234,7 @@ def _assignable(
 
 @triton.jit
 def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.constexpr):
-    """Assigns, in order, the pairs of one tile that can be assigned; returns their number."""
+    """Assigns the pairs of one tile as in descending order of score; returns the number of assigned pairs."""
     i = tl.arange(0, TILE)
     before = i[None, :] < i[:, None]
     token, expert, pending = _assignable(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
@@ -337,7 +337,7 @@ plan_priority_supports = plan_expert_choice_supports
 
 @on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The plan in which every expert takes the `capacity` tokens with the highest scores (T, E) in its column."""
+    """The plan in which every expert takes the min(capacity, T) highest tokens in its column of scores (T, E)."""
     num_tokens, num_experts = scores.shape
     # Columns are padded to a multiple of 16, at least SHORTEST. Padding ranks after all tokens and is never chosen.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))

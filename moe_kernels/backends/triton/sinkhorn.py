@@ -1,10 +1,11 @@
-"""Sinkhorn's iteration in Triton. Up to n = 64 a program keeps one or more matrices in registers in all iterations. For
-larger n, a program reads its matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
+"""Sinkhorn's iteration in Triton. Up to n = 64, or 32 in a backward with prescribed sums or a tolerance, a program
+keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py). For larger n a program reads its
+matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
-Resident matrices are solved in logarithms (_sinkhorn_resident.py). Without prescribed sums, a tolerance or a changing
-temperature, an earlier launch solves those of small range by scaling exp(scores / tau) (_sinkhorn_scaled.py). In
-logarithms a potential is a float64 in units of the scores: an anchor (the largest term) plus tau times the logarithm of
-the sum relative to the anchor. So no argument of exp is large at any temperature.
+Both forms compute in logarithms. A potential is a float64 in units of the scores: an anchor (the largest term) plus tau
+times the logarithm of the sum relative to the anchor. So no argument of exp is large at any temperature. Up to n = 64,
+without prescribed sums, a tolerance or a changing temperature, an earlier launch solves the matrices of small range by
+scaling exp(scores / tau) (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
-    """(tile sizes, warps): M matrices of N x N, or ROWS rows of N columns of a streamed matrix; no kernel spills.
-
-    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd".
-    """
+    """(tile sizes, warps), limited by registers: M matrices of N x N, or ROWS rows of N columns of a streamed matrix.
+    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd"."""
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
@@ -96,7 +95,7 @@ def _with_32_bit_offsets(x: Tensor) -> Tensor:
 
 
 def _temperatures(taus: list[float], device: torch.device) -> Tensor:
-    """taus, a geometric sequence, computed on the device: the host would wait for a copy of the list."""
+    """taus, a geometric sequence, computed on the device: copying the list there would make the host wait."""
     first, last, steps = taus[0], taus[-1], max(len(taus) - 1, 1)
     if first == last:
         return torch.full((len(taus),), last, dtype=torch.float64, device=device)

@@ -40,10 +40,8 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged.
-
-    If PACKED, the keys contain their experts; e and next_e are returned unchanged.
-    """
+    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged. If PACKED, the
+    keys contain their experts, and e and next_e are returned unchanged."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -68,7 +66,7 @@ def _topk_gate_fwd(
     k = tl.arange(0, BLOCK_K)
     inside = (token < T)[:, None] & (e < E)
     offsets = token[:, None] * stride_logits_T + e
-    # Padding from expert E on is -inf. Of equal logits the lower expert is chosen first, so padding never is: K <= E.
+    # Padding is -inf. Of equal logits the lower expert is chosen first, so padding is never chosen, as K <= E.
     NEGATIVE_INF: tl.constexpr = INF - 0x8000 if PACKED else INF - 0x80000000
     keys = _keys(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:

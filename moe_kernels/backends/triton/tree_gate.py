@@ -22,6 +22,7 @@ MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 regi
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # FULL: all leaves are at the last level. GROUPS: each group of 16 places has 16 leaves of one level, or no leaves.
+# MIXED: a group may have leaves of two levels.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -53,8 +54,8 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision, as the sum of sign t and gamma / 2 is then exact. If sign t is gamma / 2,
-    the result is 1 up to two roundings, and its smooth step is 1.
+    A result near 0 has full precision, as the sum of sign t and gamma / 2 is then exact. If sign t is gamma / 2, the
+    result is 1 up to two roundings, and its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -208,7 +209,7 @@ def _gates(
         terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
-    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: if only one leaf counts, its gate is 1
+    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: a gate is 1 if no other expert counts
     at = gates_ptr + first * E + token[:, None] * E + expert
     tl.store(at, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
