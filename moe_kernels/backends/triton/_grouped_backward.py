@@ -43,7 +43,7 @@ def _load_rows(
     row, end, d, D, stride,
     GATHER: tl.constexpr, WIDEN: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows `row` and columns `d`, as (rows, columns) or, if TRANSPOSED, (columns, rows). Zeros from row `end` on."""
+    """Rows `row` and columns `d`, as (rows, columns) or, if TRANSPOSED, (columns, rows). Zeros beyond `end` and D."""
     token = row.to(tl.int64)
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)

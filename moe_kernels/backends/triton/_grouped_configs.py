@@ -129,8 +129,8 @@ def choose_tiles(
     of the largest tile's) or for all other sizes.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and a kernel is
-    compiled for each tile size. Larger tiles then cost little: 128 rows take 128 FLOPs for each byte of weights, and an
-    A100 takes longer to read the byte from memory.
+    compiled for each tile size. Larger tiles cost little: 128 rows take 128 FLOPs for each byte of weights, and an A100
+    needs more time to read the byte from memory than for these FLOPs.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
@@ -141,7 +141,7 @@ def choose_tiles(
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides but 1 are multiples of 16
+    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides other than 1 are multiples of 16
     elements: Triton then compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(

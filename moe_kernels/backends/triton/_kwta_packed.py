@@ -199,7 +199,7 @@ def _settle_ties(pairs, least, ties, ordered):
 
     least (C, R, L): elements win from this pattern on. split (C, R): True for the chunk, at most one of a row, in which
     some ties win and others do not. partly (R, L): bit 4 i is set if element i of the lane's eight in that chunk is a
-    tie that wins while another of the eight does not.
+    tie that wins while another tie of the eight does not.
     """
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]

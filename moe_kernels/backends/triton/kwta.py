@@ -328,7 +328,7 @@ def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
     A lane holds up to 64 elements, in about 125 registers. With up to 32, a row of 4096 takes 24.5 instructions an
-    element instead of 17.6. A row of 513 to 1024 has its own warp: two in a warp would run the rounds of the slower one.
+    element instead of 17.6. A row of 513 to 1024 has its own warp: two would both run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)
