@@ -141,8 +141,8 @@ def choose_tiles(
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides other than 1 are multiples of 16
-    elements: Triton then compiles vector loads."""
+    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides other than 1 are multiples of
+    16 elements: Triton then compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         _addresses.aligned(each, 16) for each in (x, other)

@@ -54,12 +54,12 @@ def _combine_fwd(
     weights_ptr,  # (T, K) contiguous; not read unless weighted
     slot_row_ptr,  # (T, K)
     y_ptr,  # (T, D) contiguous
-    units_rows_R,  # row stride in units of UNIT elements
+    units_rows_R,  # row stride and D in units of UNIT elements
     T,
     K,
-    units,  # D in units
+    units,
     weighted,
-    UNIT: tl.constexpr,  # elements of a unit: as many as fit in 16 bytes, or 1
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -83,14 +83,14 @@ def _combine_bwd(
     expert_offsets_ptr,  # (E + 1)
     drows_ptr,  # (R, D) contiguous
     dweights_ptr,  # (T, K) contiguous
-    units_grad_T,  # row strides in units of UNIT elements
+    units_grad_T,  # row strides and D in units of UNIT elements
     units_rows_R,
     T,
     K,
     E,
     R,
-    units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: as many as fit in 16 bytes, or 1
+    units,
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     WHOLE: tl.constexpr,  # D <= BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,

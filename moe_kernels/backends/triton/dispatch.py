@@ -17,13 +17,13 @@ def _dispatch_fwd(
     slot_row_ptr,  # (T, K)
     expert_offsets_ptr,  # (E + 1)
     rows_ptr,  # (R, D) contiguous
-    units_x_T,  # row stride in units of UNIT elements
+    units_x_T,  # row stride and D in units of UNIT elements
     T,
     K,
     E,
     R,
-    units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: as many as fit in 16 bytes, or 1
+    units,
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

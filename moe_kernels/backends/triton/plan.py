@@ -121,8 +121,8 @@ def _plan_scan(
 
 @triton.jit
 def _scan_chunks(
-    counts_ptr,  # (chunks, E)
-    requested_ptr,  # (E)
+    counts_ptr,
+    requested_ptr,
     chunks,
     E,
     BLOCK_C: tl.constexpr,
@@ -139,10 +139,10 @@ def _scan_chunks(
 
 @triton.jit
 def _finish(
-    requested_ptr,  # (E)
-    kept_ptr,  # (E)
-    expert_offsets_ptr,  # (E + 1)
-    dropped_ptr,  # ()
+    requested_ptr,
+    kept_ptr,
+    expert_offsets_ptr,
+    dropped_ptr,
     capacity,
     E,
     BLOCK: tl.constexpr,

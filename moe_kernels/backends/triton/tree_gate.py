@@ -216,10 +216,10 @@ def _gates(
 
 @triton.jit(do_not_specialize=["T"])
 def _tree_gate_fwd(
-    split_logits_ptr,  # (T, K, E - 1) contiguous
-    leaf_logits_ptr,  # (T, K, E) contiguous
-    gates_ptr,  # (T, E) contiguous
-    leaf_probs_ptr,  # (T, K, E) contiguous
+    split_logits_ptr,
+    leaf_logits_ptr,
+    gates_ptr,
+    leaf_probs_ptr,
     T,
     K,
     E,
