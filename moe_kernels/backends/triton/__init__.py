@@ -1,4 +1,8 @@
-"""Triton kernels, one file per operation: kernels, launchers, f_supports and f_limits."""
+"""Triton backend: kernels, and functions that launch them.
+
+Files without a leading underscore serve one or more operations. Their functions *_supports report which devices and
+dtypes the kernels take; *_limits, in some files, the largest sizes. Files named _* hold parts of the other files.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import numpy
 import torch
 import triton
 
-# tests/ptx, which executes the compiled kernels on the host, sets this to "cpu".
+# Device type of the tensors that kernels take. tests/ptx sets "cpu", since it executes compiled kernels on the host.
 device_type = "cuda"
 
 
 def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """None if Triton kernels for `dtypes` run on tensors of this device type and dtype, or the reason."""
-    device = device.partition(":")[0]  # without the capability
+    """None if kernels that take `dtypes` can run on this device with this dtype, else the reason why not."""
+    device = device.partition(":")[0]  # "cuda:8.0" -> "cuda"
     if device != device_type and not triton.knobs.runtime.interpret:
         return f"it runs on cuda tensors, not on {device} ones (TRITON_INTERPRET=1 interprets it there, slowly)"
     if triton.knobs.runtime.interpret and (reason := _interpreter_fails()) is not None:
@@ -27,7 +31,7 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
 
 
 def _interpreter_fails() -> str | None:
-    """Why Triton's interpreter fails, or None: Triton 3.6 takes an array as a loop bound, which numpy 2.4 refuses."""
+    """Why Triton's interpreter fails, or None. Before 3.7 it uses arrays as loop bounds, which numpy 2.4 refuses."""
     if _release(triton.__version__) >= (3, 7) or _release(numpy.__version__) < (2, 4):
         return None
     return f"the interpreter of Triton {triton.__version__} takes numpy below 2.4, not {numpy.__version__}"
@@ -38,16 +42,16 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Launches a kernel; products and sums are fused only where it calls tl.fma.
+    """Launches a kernel that is compiled without fusing products and sums (tl.fma still fuses).
 
-    LLVM would also fuse a product with the first step of a sum over lanes. Each lane would then round its own product
-    differently, and copies of the sum in several lanes would differ in their last bits.
+    LLVM would fuse a product with the first step of a sum over lanes. Each lane would then add its own unrounded
+    product to the rounded one of another lane, so lanes with the same sum would differ in its last bits.
     """
     kernel[grid](*arguments, enable_fp_fusion=False, **named)
 
 
 def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """`launcher` with the GPU of its first tensor made current, since Triton launches on the current GPU."""
+    """Decorator: a call makes the GPU of its first argument current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
     def wrapper(x: torch.Tensor, *rest: Any) -> Any:
@@ -60,5 +64,5 @@ def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patterns(x: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of x as integers of its width."""
+    """A view of x as integers of the same width."""
     return x.view(torch.int32 if x.element_size() == 4 else torch.int16)

@@ -1,9 +1,9 @@
-"""Backward of the grouped GEMM in Triton: gradients to weights, to the hidden layer of an expert MLP and through an
-activation, and sums of gathered rows.
+"""Backward of the grouped GEMM in Triton: gradients to weights and biases, to the hidden layer of an expert MLP and to
+pre-activations; and each token's sum of its rows.
 
-The gradient to rows is the forward kernel on transposed weights. For the weight gradient one program computes a tile of
-dW from all rows of its expert, in order and without atomics. It reads its operands by pointers on every device: a bulk
-copy by a descriptor takes a whole block of rows, and an expert's last block would include rows of the next expert.
+The gradient to rows comes from the forward kernel on transposed weights. For the weight gradient a program computes a
+tile of dW from all rows of its expert, in order and without atomics. It reads operands by pointers on every device: a
+bulk copy (TMA) reads a whole block of rows, so the last block of an expert would include rows of the next expert.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def _load_rows(
     row, end, d, D, stride,
     GATHER: tl.constexpr, WIDEN: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows `row` of an expert, columns `d`: (rows, columns), or (columns, rows) if TRANSPOSED; zeros from `end` on."""
+    """Rows `row` and columns `d`, as (rows, columns) or, if TRANSPOSED, (columns, rows). Zeros beyond `end` and D."""
     token = row.to(tl.int64)
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
     valid = (row < end) & (token >= 0)
-    if TRANSPOSED:  # transposes the pointers: with tl.trans the loads would not become cp.async on sm_80
+    if TRANSPOSED:  # transposes pointers: with tl.trans the loads would not become cp.async on sm_80
         offsets, inside = token[None, :] * stride + d[:, None], valid[None, :] & (d < D)[:, None]
     else:
         offsets, inside = token[:, None] * stride + d[None, :], valid[:, None] & (d < D)[None, :]
@@ -65,7 +65,7 @@ def _grouped_gemm_bwd_weight(
     x_token_ptr,  # (R); not read unless GATHER_X
     grad_token_ptr,  # (R); not read unless GATHER_GRAD
     expert_offsets_ptr,  # (E + 1)
-    row_weight_ptr,  # (R), multiplies rows of grad in dbias alone; not read unless WEIGHTED
+    row_weight_ptr,  # (R), multiplies rows of grad in dbias only; not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
     stride_x, stride_grad, K, N,
@@ -75,7 +75,7 @@ def _grouped_gemm_bwd_weight(
     BLOCK_N: tl.constexpr,  # columns of grad
     BLOCK_K: tl.constexpr,  # rows in a step
 ):  # fmt: skip
-    # The grid has only its first dimension: the other two are limited to 65535 programs.
+    # The grid has one dimension: the other two would be limited to 65535 programs.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
     expert = tl.program_id(0) // tiles
@@ -85,7 +85,7 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # A loop for dbias, in the first row of tiles only: in the loop of products it would slow all tiles.
+        # dbias has its own loop, in the first row of tiles only: in the loop of products it would slow all tiles.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
@@ -108,8 +108,8 @@ def _grouped_gemm_bwd_weight(
 
 @triton.jit(do_not_specialize=["E", "R"])
 def _expert_mlp_bwd_hidden(
-    x,  # (T or R, K) dy, the gradient of the MLP's output y; or its descriptor
-    w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
+    x,  # (T or R, K) dy, the gradient of the MLP's output y, or a descriptor of dy
+    w,  # (E, K, N) w_out transposed, stored as (E, N, K) if TRANSPOSED; or its descriptor
     row_token_ptr,  # (R); not read unless GATHER
     row_weight_ptr,  # (R)
     bias_ptr,  # (E, K) contiguous, b_out; not read unless BIAS
@@ -117,7 +117,7 @@ def _expert_mlp_bwd_hidden(
     pre_ptr,  # (R, N or 2 N) contiguous
     dpre_ptr,  # (R, N or 2 N) contiguous, receives the gradient of pre
     weighted_ptr,  # (R, N) contiguous, receives row_weight * h
-    partial_ptr,  # (R, column tiles), receives the parts of the gradient of row_weight, <h, dh> + <b_out, dy>
+    partial_ptr,  # (R, column tiles), receives terms of the gradient of row_weight, <h, dh> + <b_out, dy>
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -136,7 +136,7 @@ def _expert_mlp_bwd_hidden(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
         False, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    start = first.to(tl.int64)  # row offsets within a tile have 32 bits: 64 would cost registers
+    start = first.to(tl.int64)  # added to pointers: row offsets within the tile keep 32 bits, which saves registers
     weight = tl.load(row_weight_ptr + start + row, mask=used, other=0.0)
     pre_width = 2 * N if GATED else N
     pre_ptr += start * pre_width
@@ -144,8 +144,8 @@ def _expert_mlp_bwd_hidden(
     weighted_ptr += start * N
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
-        tl.static_assert(GATHER)  # else x may be a descriptor, and this loop reads it by pointers
-        # A loop for <b_out, dy>, in the first column of tiles only: in the loop of products it would slow all tiles.
+        tl.static_assert(GATHER)  # otherwise x may be a descriptor, but the loop below reads x by pointers
+        # <b_out, dy> has its own loop, in the first column of tiles only: in the other loop it would slow all tiles.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)
@@ -163,9 +163,9 @@ def _finish_hidden(
     dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over the tile's columns.
+    """Stores dpre and weighted h of a tile, at most SLICE columns at a time; returns <h, dh> over the tile's columns.
 
-    dh is the gradient of h without the row's weight; `used` are the `valid` rows that belong to an expert.
+    dh: the gradient of h without the row's weight. valid: the tile has the row. used: an expert has the row.
     """
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
@@ -219,7 +219,7 @@ def _activation_bwd(
 @triton.jit(do_not_specialize=["T"])
 def _token_sums(
     rows_ptr,  # (R, D)
-    by_token_ptr,  # (R): rows without a token, then the rows of token 0 in their order, those of token 1, ...
+    by_token_ptr,  # (R): rows without a token, then the rows of token 0 in ascending order, those of token 1, ...
     token_offsets_ptr,  # (T + 1) into by_token
     out_ptr,  # (T, D) contiguous
     stride_rows_R, T, D,
@@ -240,7 +240,7 @@ def _token_sums(
 
 
 def _stages(tiles: Tiles, gathered: bool) -> Tiles:
-    """More stages if rows are gathered: Triton gives half of the stages to loads of indices, half to loads of rows."""
+    """Tiles with more stages if rows are gathered: Triton splits stages between loads of indices and of rows."""
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
 
 
@@ -262,7 +262,7 @@ def grouped_gemm_bwd_weight(
     num_rows = (x if x_token is None else x_token).shape[0]
 
     def run(tiles):
-        row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # if x has no columns, dbias alone is computed
+        row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # without columns of x the kernel still computes dbias
         launch(
             _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n) * num_experts,),
             x, grad, expert_offsets if x_token is None else x_token,
@@ -297,7 +297,7 @@ def expert_mlp_bwd_hidden(
 
     def run(tiles):
         nonlocal drow_weight
-        column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # if hidden is 0, <b_out, dy> alone is computed
+        column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # if hidden is 0, the kernel still computes <b_out, dy>
         partial = row_weight.new_empty((num_rows, column_tiles))
         launch(
             _expert_mlp_bwd_hidden, ((num_rows // tiles.m + num_experts + 1) * column_tiles,),
@@ -329,10 +329,8 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D), every token's sum of its rows.
-
-    Each row is read once; torch's gather, cast and segmented sum would move seven times as many bytes.
-    """
+    """(R, D) -> (T, D), every token's sum of its rows. Each row is read once; for 16-bit rows torch's gather, cast to
+    float32 and segmented sum would move seven times as many bytes."""
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))
     if rows.numel() == 0:

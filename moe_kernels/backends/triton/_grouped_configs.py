@@ -1,14 +1,14 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
-The tables are keyed by kernel and inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma); an entry has the
-tiles of each class of shapes. The sizes were computed as below and are not yet timed.
+The keys of TILES and ALTERNATIVES are a kernel and its inner loop: 80 for cp.async and mma.sync, 90 for wgmma, with
+tensor descriptors where possible. The sizes were computed as follows and have not been timed on a GPU.
 
-sm_80: in a clock an SM does 1024 multiply-adds and reads 128 bytes of shared memory. Warps with tiles of 64 x 64 read
-64 bytes a clock, with tiles of 64 x 32 they would read 96. So four warps compute 128 x 128. Buffers of 48 KB leave room
-for two blocks or more in the 163 KB of an A100.
-sm_90: with wgmma 64 x 256 x 16 an SM reads 80 of the 128 bytes a clock, with 64 x 128 x 16 it would read 96. So two
-warp groups compute 128 x 256 if there are more than 128 columns, with four stages of 48 KB.
-float32 uses tiles of 64 rows (GENERAL): IEEE products run outside the tensor cores, and registers limit the tiles.
+sm_80: in one clock an SM does 1024 multiply-adds and can read 128 bytes of shared memory. Warps with tiles of 64 x 64
+read 64 bytes a clock; with tiles of 64 x 32 they would read 96. So four warps compute 128 x 128. Their buffers of 48 KB
+leave room for more than one block in the 164 KB of an A100's SM.
+sm_90: with wgmma of 64 x 256 x 16 an SM reads 80 of at most 128 bytes a clock; with 64 x 128 x 16 it would read 96. So
+the largest tiles are 128 x 256, by two warp groups, with four stages of 48 KB.
+float32 uses the smaller tiles of GENERAL: IEEE products run outside the tensor cores, and registers limit the tiles.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.backends import _addresses
 
-GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the function of the first half of the columns
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activation of the first half of the columns
 
-MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 elements (if gated) are 2**31
+MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
-MAX_BLOCK_E = 2048  # experts whose offsets a program loads at once; with 65536 the compiler takes 89 s
+MAX_BLOCK_E = 2048  # largest block of expert offsets that a program loads at once; 131072 take the compiler 89 s
 
-# Milliseconds measured with MOE_KERNELS_AUTOTUNE=1; key: kernel, device, dtype, K, columns, experts, bits of num_rows.
+# Milliseconds with MOE_KERNELS_AUTOTUNE=1. Key: kernel, device, dtype, K, columns, experts, bit length of num_rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
@@ -46,8 +46,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By kernel and inner loop: tiles for few rows per expert, for few columns, and for the rest (`choose_tiles`). In gated
-# products n counts the gates; the program also computes their linear parts.
+# Tiles for few rows per expert, for few columns, and for all other sizes (`choose_tiles`). In gated products n counts
+# columns with the activation; the program also computes n linear columns.
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("fwd", 90): (Tiles(64, 128, 64, 4, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
@@ -58,8 +58,8 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too. With smaller tiles or fewer stages more blocks share an SM. Larger tiles
-# read fewer bytes from L2: 128 x 256 three quarters of the bytes of 128 x 128.
+# Tiles that MOE_KERNELS_AUTOTUNE=1 also times. With smaller tiles or fewer stages more blocks may share an SM. Larger
+# tiles read less from L2: 128 x 256 reads three quarters of the bytes of 128 x 128.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -70,7 +70,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# For float32; and for sizes, strides or addresses that are not `_divisible`, where Triton reads elements one by one.
+# Tiles for float32 and for arguments that are not `_divisible`: Triton may not vectorize their loads.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -81,7 +81,7 @@ GENERAL = {
 
 @functools.cache
 def loop(device: torch.device) -> int:
-    """The inner loop that a device runs: 80 or 90."""
+    """The inner loop that a device runs: 90 on compute capability 9.x, else 80."""
     return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
@@ -97,8 +97,8 @@ def run_with_tiles(
 ) -> None:
     """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
 
-    With MOE_KERNELS_AUTOTUNE=1 these are the fastest of the kernel's TILES and ALTERNATIVES, timed once for each key of
-    `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
+    With MOE_KERNELS_AUTOTUNE=1, 16-bit `_divisible` arguments on a GPU use the fastest of TILES and ALTERNATIVES, timed
+    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
@@ -115,7 +115,7 @@ def run_with_tiles(
 
 
 def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
-    """Milliseconds of a launch with a cold L2 cache; infinite if the device has no room for such tiles."""
+    """Median milliseconds of a launch with a cold L2 cache; infinite if the device has no room for such tiles."""
     try:
         return triton.testing.do_bench(lambda: run(tiles), return_mode="median")
     except triton.runtime.OutOfResources:
@@ -125,10 +125,12 @@ def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
 def choose_tiles(
     kernel: str, inner_loop: int, divisible: bool, num_rows: int, num_experts: int, columns: int, training: bool = False
 ) -> Tiles:
-    """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
+    """GENERAL if not divisible, else TILES for few rows (up to 96 per expert on average), for few columns (up to half
+    of the largest tile's) or for all other sizes.
 
-    Training does not use the class for few rows: the number of rows may change from step to step, and each class is
-    compiled separately. A tile of 128 rows takes 128 FLOPs per byte of weights; an A100 takes longer to read the byte.
+    Training does not use the tiles for few rows: the number of rows may change from step to step, and a kernel is
+    compiled for each tile size. Larger tiles cost little: 128 rows take 128 FLOPs for each byte of weights, and an A100
+    needs more time to read the byte from memory than for these FLOPs.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
@@ -139,8 +141,8 @@ def choose_tiles(
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether both tensors start at multiples of 16 bytes and all sizes and strides are multiples of 16 elements: for
-    such arguments Triton compiles vector loads."""
+    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides other than 1 are multiples of
+    16 elements: Triton then compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         _addresses.aligned(each, 16) for each in (x, other)
@@ -152,10 +154,10 @@ def activation_of(name: str) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """PRECISION: IEEE float32 unless torch allows TF32. WIDEN: the interpreter, which cannot multiply bfloat16,
-    multiplies 16-bit operands as float32."""
+    """PRECISION of tl.dot: "ieee", or "tf32" for float32 if torch allows TF32. WIDEN: 16-bit operands become float32 in
+    Triton's interpreter, which cannot multiply bfloat16."""
     matmul = torch.backends.cuda.matmul
-    # Older torch has only allow_tf32; newer torch refuses to read it after fp32_precision was set.
+    # Older torch has only allow_tf32; newer torch raises an error if allow_tf32 is read after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     widen = triton.knobs.runtime.interpret and dtype != torch.float32
     return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}
@@ -167,10 +169,10 @@ def blocks(tiles: Tiles) -> dict[str, int]:
 
 
 def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str, Any]:
-    """Arguments of _grouped_tiles.multiply_tile: x (T or R, K) and weight (E, K, N), whose K or N is contiguous."""
+    """Arguments of kernels that call multiply_tile on x (T or R, K) and weight (E, K, N), K or N contiguous."""
     transposed = weight.shape[2] > 1 and weight.stride(2) != 1
     if not transposed and tiles.k * weight.stride(1) >= 2**31:
-        weight = weight.contiguous()  # the kernel's distance between steps of the inner loop has 32 bits
+        weight = weight.contiguous()  # the kernel computes BLOCK_K * stride_w in 32 bits
     stored = weight.transpose(1, 2) if transposed else weight
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
@@ -183,8 +185,8 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
-    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`, or x itself if its layout or the device does
-    not allow a descriptor."""
+    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`; or x itself if x is empty or not 16-bit, its
+    layout does not allow a descriptor or the device runs loop 80."""
     *outer, last = x.stride()
     possible = (
         loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)

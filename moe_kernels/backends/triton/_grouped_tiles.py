@@ -1,8 +1,8 @@
-"""Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
+"""Functions that kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. That leaves enough tiles for the expert's
-rows; its last tile may have none. A launch has R // BLOCK_M + E + 1 row tiles whatever the offsets are, so the host
-need not wait for the offsets. Unused rows count as rows of an expert E.
+The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. Every expert then has enough tiles for its
+rows; its last tile may have no rows. Unused rows count as rows of an expert E. A launch has R // BLOCK_M + E + 1 row
+tiles for any offsets, so the host need not wait for the offsets.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: with a whole tile it would spill registers
-GROUP = tl.constexpr(8)  # row tiles computed for a column tile before the next one: rows and weights stay in L2
+SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: a whole tile would spill registers
+GROUP = tl.constexpr(8)  # row tiles that share a column tile before the next column tile: rows and weights stay in L2
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once
 ):
-    """Expert of a row tile, the tile's first row, end of the expert's rows; first >= end if the tile has no rows."""
+    """(expert of a row tile, first row of the tile, end of the expert's rows). The tile has no rows if first >= end."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
         starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
@@ -43,8 +43,8 @@ def find_tile(
 
 @triton.jit
 def raster(column_tiles, programs, first):
-    """Row tile and column tile of this program. The `programs` programs from id `first` on take GROUP row tiles of the
-    first column tile, the same row tiles of each other column tile, then the next GROUP row tiles."""
+    """Row tile and column tile of this program, one of `programs` from id `first` on. In order of id, programs take
+    GROUP row tiles of the first column tile, the same row tiles of each other column tile, then the next GROUP."""
     group = (tl.program_id(0) - first) // (GROUP * column_tiles)
     group_rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
     index = (tl.program_id(0) - first) - group * GROUP * column_tiles
@@ -53,9 +53,9 @@ def raster(column_tiles, programs, first):
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(BLOCK_M) each: whether a row of the tile is the expert's, and its row of x (int64, -1 for none)."""
+    """(valid, token), (BLOCK_M) each: whether the expert has the row; the row of x to read (int64, -1 for none)."""
     row = tl.arange(0, BLOCK_M)
-    # This comparison has 32 bits: with 64 the gated products of sm_80 spill 8 bytes.
+    # Compares in 32 bits: with 64 the gated products of sm_80 would spill 8 bytes.
     valid = row < end - first
     if GATHER:
         token = tl.load(row_token_ptr + (first + row), mask=valid, other=-1).to(tl.int64)
@@ -71,16 +71,16 @@ def multiply_tile(
     token,  # (BLOCK_M): rows of x
     first, expert, column,
     linear_column,  # first column of the second product, if GATED
-    depth,  # K, or 0 for results of zeros
+    depth,  # K, or 0 for a result of zeros
     N, stride_x, stride_w_E,
-    stride_w,  # of the dimension of w that is not contiguous
+    stride_w,  # stride of K, or of N if TRANSPOSED
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x w_e in float32 (the loop of tl.dot), and, if GATED, the tile of the same rows at linear_column.
+    """(total, linear): float32 tiles of x w_e at `column` and, if GATED, at linear_column; else `linear` is zeros.
 
-    Loads by pointers become cp.async; a load by a descriptor, which sm_90 has for strides of multiples of 16 bytes,
-    becomes a bulk copy by one thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
+    Loads by pointers can become cp.async. A load by a descriptor (sm_90) becomes a bulk copy by one thread. A gathered
+    x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
     """
     k = tl.arange(0, BLOCK_K)
     n = column + tl.arange(0, BLOCK_N)
@@ -135,13 +135,13 @@ def _weights(
 
 @triton.jit
 def split_columns(x):
-    """The left and the right half of a tile's columns; in the layout of tl.dot nothing moves."""
+    """The left and the right half of a tile's columns. In the layout of tl.dot no data moves between threads."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x: relu, gelu (erf's), silu, tanh or "" for none."""
+    """The activation of float32 x: "relu", "gelu" (the form with erf), "silu", "tanh", or x itself for ""."""
     if ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)
     elif ACTIVATION == "gelu":
@@ -159,7 +159,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x and its derivative; relu's is 0 at 0."""
+    """The activation of float32 x and its derivative, which is 0 for relu at 0."""
     if ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x <= 0.0, 0.0, 1.0)
@@ -184,9 +184,9 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
 def _normal(x):
     """The standard normal distribution function at x, and its density.
 
-    For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|) and P the polynomial of degree 8 with the
-    least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions, 19 with its slope. With erf it would take 31
-    and 40, and have no correct digits below x = -5.
+    For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|) and a polynomial P of degree 8. In exact
+    arithmetic the relative error is at most 5e-8 for |x| <= 13. With erf a gelu would take 1.6 times the instructions,
+    and 1 + erf would lose nearly all digits below x = -5.
     """
     t = _reciprocal(tl.fma(tl.abs(x), 0.29, 1.0))
     p = tl.fma(t, 0.0391919046, -0.192664613)
@@ -204,8 +204,8 @@ def _normal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x) and 1 minus that, both to full relative precision. A silu takes 8 instructions; with tl.sigmoid,
-    which scales subnormal numbers, it would take 11."""
+    """The sigmoid of x and of -x, without cancellation. A silu takes 8 instructions on sm_80, with tl.sigmoid twice as
+    many: its code handles subnormal numbers."""
     power = tl.exp2(-1.4426950408889634 * tl.abs(x))
     more = _reciprocal(1.0 + power)
     less = power * more
@@ -214,14 +214,14 @@ def _sigmoid(x):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for x >= 1, with a relative error below 3e-7, in 2 instructions; a division takes 7."""
+    """1 / x for x >= 1, with a relative error of about 3e-7, in 2 instructions; a division takes 8."""
     root = tl.rsqrt(x)
     return root * root
 
 
 @triton.jit
 def _tanh(x):
-    """tanh by exp; for |x| < 1/4, where that loses digits, by a series with an error below 2.2e-9."""
+    """tanh by exp; for |x| < 1/4, where exp loses digits, by a series with a truncation error below 2.2e-9."""
     square = x * x
     series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
     series = tl.fma(tl.fma(series, square, 0.13333333333333333), square, -0.3333333333333333)

@@ -1,16 +1,17 @@
 """k-winner-take-all of 16-bit rows, two elements in each 32-bit word.
 
-One instruction compares both halves of a word as float16 numbers. Bit patterns of bfloat16 compare the same way up to
-2^121. If a program has greater elements or NaN, its rows become ordered integers first, which take five instructions a
-comparison. Short rows share a warp: a lane holds up to 64 elements, so that few lanes pay the fixed cost of a round of
-the search.
+Each round of the search counts the elements that reach a trial threshold. One instruction compares both halves of a
+word as float16. Bit patterns of bfloat16 compare correctly too up to magnitude 2^121; greater ones are NaN in float16.
+If the float16 sum of a row is NaN, as with any such element, the program's rows first become integers (_ordered), which
+take more instructions for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a
+round; rows of up to 512 elements share a warp.
 
-The middle of a row is its whole 16-byte vectors, eight elements each. A row that starts or ends inside a vector has
-edges too: up to seven elements before the middle (head) and after it (tail).
+The middle of a row consists of the 16-byte vectors (eight elements) that lie wholly in the row. A row that starts or
+ends inside a vector has edges too: up to seven elements before the middle (head) and after it (tail).
 
-pairs (C, R, L, 4) are the words of the middle, for C chunks, R rows and L lanes a row; a lane has eight neighbouring
-elements of each chunk. edge (S, R, L) are S * L slots a row. Slot i is a word of element i of the head (low half) and
-element i of the tail (high half). _kwta_values.py explains keys.
+pairs (C, R, L, 4): the words of the middle, for C chunks, R rows and L lanes for each row; a lane has eight
+neighbouring elements of each chunk. edge (S, R, L): S * L words for each row; word i has element i of the head in its
+low half and element i of the tail in its high half. _kwta_values.py defines keys, INF and FORMAT.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ REST = tl.constexpr(0x7FFF7FFF)  # all bits but the signs
 
 @triton.jit
 def _fill_halves(flags):
-    """0xFFFF in each half whose lowest bit is set; `flags` has no other bits."""
+    """0xFFFF in each half whose lowest bit is set in `flags`, else 0. No other bits of `flags` are set."""
     return flags * 0xFFFF
 
 
 @triton.jit
 def _ordered(pairs, INF: tl.constexpr):
-    """Each half of `pairs` as 0x8000 + key, at least 1: -0 equals 0, and every NaN comes next after +inf."""
+    """0x8000 + key of each half of `pairs`, an unsigned number of at least 1."""
     magnitude = pairs & REST
     nan = _fill_halves(((magnitude + ONES * (0x7FFF - INF)) >> 15) & ONES)
     magnitude = (magnitude & ~nan) | (nan & (ONES * (INF + 1)))
@@ -43,11 +44,11 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of pairs that is at least that of `least`, else 0. The halves of `least` are equal; not 0 if
-    ordered."""
+    """0xFFFF in each half of `pairs` that is >= the same half of `least`, else 0. If ordered, the halves of `least` are
+    equal and not 0."""
     if ordered:
-        # x >= least if x + (2^16 - least) carries: then half of the sum has its top bit set. The compiler would keep
-        # terms of `pairs` alone in registers during the search, so there are none.
+        # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
+        # No term depends on `pairs` alone: the compiler would keep such a term in registers during the search.
         other = 0x10000 - least
         result = _fill_halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:
@@ -59,7 +60,7 @@ def _at_least(pairs, least, ordered):
 
 @triton.jit
 def _equal(pairs, tied, above, ordered):
-    """0xFFFF in each half of pairs that equals that of `tied`, else 0. above: the next pattern. Both are (1, R, 1)."""
+    """0xFFFF in each half of `pairs` equal to `tied`, else 0. above: the pattern after `tied`. Both are (1, R, 1)."""
     if ordered:
         equal = _at_least(pairs, tied[:, :, :, None], True) & ~_at_least(pairs, above[:, :, :, None], True)
     else:
@@ -76,13 +77,13 @@ def _add_halves(a, b):
 
 @triton.jit
 def _sums(x, edge):
-    """(R): the sum of each row, of x (C, R, L, 4) and edge (S, R, L)."""
+    """(R): the sums over each row of x (C, R, L, 4) and edge (S, R, L)."""
     return tl.sum(tl.sum(tl.sum(x, 0), 2) + tl.sum(edge, 0), 1)
 
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether a row of the program may have elements that cannot be compared as float16: its float16 sum is NaN."""
+    """Whether the float16 sum of the low or of the high halves of a row is NaN, as it is if one of them is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)
@@ -90,7 +91,7 @@ def _needs_order(pairs, edge):
 
 @triton.jit
 def _load_edge(row_ptr, slot, head, tail_at, tail):
-    """Elements `slot` of the head and of the tail in one word; 0 where there is none."""
+    """Words with element `slot` of the head (low half) and of the tail (high half); 0 beyond the edge."""
     low = tl.load(row_ptr + slot, mask=slot < head, other=0).to(tl.int32)
     high = tl.load(row_ptr + tail_at + slot, mask=slot < tail, other=0).to(tl.int32)
     return (low & 0xFFFF) | (high << 16)
@@ -110,11 +111,11 @@ def _any(x):
 
 @triton.jit
 def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """(R) each: the threshold if elements are normally distributed with the mean and deviation of `pairs`, a sample of
-    the row; and by how much a higher threshold lets one element fewer win."""
+    """(threshold, step), (R) each: the threshold of normal elements with the mean and deviation of `pairs`, a sample of
+    the row, and the increase of the threshold that makes one element fewer win."""
     if FORMAT == 1:
         low = (pairs << 16).to(tl.float32, bitcast=True)
-        high = pairs.to(tl.float32, bitcast=True)  # the low element only changes the last digits
+        high = pairs.to(tl.float32, bitcast=True)  # the low half only changes the last digits
     else:
         low = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -128,7 +129,7 @@ def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pattern(key, ordered):
-    """(R): a word whose halves are both 0x8000 + key if ordered, else the float16 bits of the key."""
+    """(R): words with the same half twice: 0x8000 + key if ordered, else the bits of an element with that key."""
     return tl.where(ordered | (key < 0), 0x8000 + tl.where(ordered, key, -key), key) * ONES
 
 
@@ -136,10 +137,10 @@ def _pattern(key, ordered):
 def _threshold(
     pairs, edge, guess, step, ordered, N, K, INF: tl.constexpr, FORMAT: tl.constexpr, TRIALS: tl.constexpr
 ):  # fmt: skip
-    """(least, ties, tied), (R) each. Elements with key >= least win; of the `tied` elements with key least - 1 only the
-    first `ties` win."""
+    """(least, ties, tied), (R) each. K elements win: those with key >= least and the first `ties` with key least - 1.
+    If ties > 0, `tied` is the number of elements with key least - 1."""
     R: tl.constexpr = pairs.shape[1]
-    # At least K keys are >= low, at most K are >= high. 0x7C00 is the pattern of float16's infinity.
+    # At least K keys are >= low, at most K are >= high. Patterns above 0x7C00, float16's infinity, compare as NaN.
     lowest = -INF
     if not ordered:
         lowest = -0x7C00
@@ -156,8 +157,8 @@ def _threshold(
             near = (low + high) >> 1
         trial = tl.minimum(tl.maximum(near, low + 1), high - 1)
         least = _pattern(trial, ordered)
-        # A high half that reaches the trial adds -65536 to the sum, a low half 65535. With a high and b low halves,
-        # packed is 65536 (a - b) + b.
+        # In the sum, a high half that reaches the trial counts -65536, a low half 65535. With a high and b low halves
+        # that reach it, packed is 65536 (a - b) + b.
         reached = _at_least(pairs, least[None, :, None, None], ordered)
         packed = -_sums(reached, _at_least(edge, least[None, :, None], ordered))
         count = (packed >> 16) + 2 * (packed & 0xFFFF)
@@ -178,8 +179,8 @@ def _threshold(
 
 @triton.jit
 def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
-    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties of the head win
-    first, ties of the tail last."""
+    """(wins, ties): 0xFFFF in the halves of the edges that win; `ties` minus the number of ties in the head. Ties of
+    the head win first, ties of the tail last."""
     equal = _at_least(edge, _pattern(least - 1, ordered)[None, :, None], ordered) & ~wins
     flags = equal & ONES
     of_slots = tl.sum(flags, axis=2)
@@ -194,15 +195,18 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """(least, partly, split). least (C, R, L): elements win from this pattern on. In at most one chunk of a row,
-    where split (C, R) is True, only some ties win. In at most one lane of that chunk only some ties win: bit 4 i of
-    partly (R, L) is set if element i of the lane's eight is a tie that wins."""
+    """(least, partly, split): the winners of the middle if only the first `ties` ties win.
+
+    least (C, R, L): elements win from this pattern on. split (C, R): True for the chunk, at most one of a row, in which
+    some ties win and others do not. partly (R, L): bit 4 i is set if element i of the lane's eight in that chunk is a
+    tie that wins while another tie of the eight does not.
+    """
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
     equal = _equal(pairs, tied, above, ordered)
     packed = -tl.sum(equal, axis=3)
     in_lane = (packed >> 16) + 2 * (packed & 0xFFFF)
-    # All ties of the first chunks win, some of one chunk, and none of later chunks.
+    # All ties of the first chunks win, some ties of at most one chunk, and no ties of later chunks.
     of_chunk = tl.sum(in_lane, axis=2)
     through = tl.cumsum(of_chunk, axis=0)
     whole = through <= ties[None, :]
@@ -213,8 +217,8 @@ def _settle_ties(pairs, least, ties, ordered):
     through_lane = tl.cumsum(of_lane, axis=1)
     lane_whole = through_lane <= left[:, None]
     lane_ties = left[:, None] - (through_lane - of_lane)
-    # The same for the eight elements of that lane; at most 7 ties win. Each element has four bits of a word: bit 3 of
-    # 8 + lane_ties - (flags up to this element) is set if the element is among the first lane_ties ties.
+    # The same for the eight elements of one lane, of which at most 7 are ties that win. Each element has four bits of a
+    # word, with 8 + lane_ties - (number of ties up to the element): bit 3 is set for the first lane_ties ties.
     pair = tl.arange(0, 4)[None, None, :]
     equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
     flags = tl.sum(((equal & 0x1) | ((equal >> 12) & 0x10)) << (8 * pair), axis=2)
@@ -226,45 +230,45 @@ def _settle_ties(pairs, least, ties, ordered):
 
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
-    """Shifts the stored flags of a row's middle by `head` bits, and adds the flags of the edges. edge_flags has the
-    head's flags in bits 0 to 7 and the tail's in bits 8 to 15. row, edge_flags, head and whole are (R)."""
+    """Shifts the stored flags (1: wins) of a row's middle by `head` bits and adds edge_flags: the head's flags in bits
+    0 to 7, the tail's in bits 8 to 15. row, edge_flags, head, whole: (R)."""
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
-    tl.debug_barrier()  # lanes read flags that others have stored
+    tl.debug_barrier()  # lanes read flags that other lanes have stored
     word = tl.arange(0, WORDS)[None, :]
     ptrs = bits_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (row * n_words)[:, None] + word
     later = tl.load(ptrs, mask=word < n_words, other=0)
     earlier = tl.load(ptrs - 1, mask=(word > 0) & (word < n_words), other=0).to(tl.uint32)
     shifted = (later << head[:, None]) | ((earlier >> 1) >> (31 - head)[:, None]).to(tl.int32)
-    tl.debug_barrier()  # all words have been read before any is replaced
+    tl.debug_barrier()  # all words have been read before one is replaced
     tl.store(ptrs, shifted | tl.where(word == 0, edge_flags[:, None] & 0xFF, 0), mask=word < n_words)
 
 
 @triton.jit(do_not_specialize=["rows", "units_x_R", "units_values_R", "units", "K"])
 def kwta_fwd_packed(
-    x_ptr,  # (R, N); each row is aligned as a row of y, modulo 16 bytes
-    values_ptr,  # (R, N), aligned as x
+    x_ptr,  # (R, N); each row has the same address modulo 16 bytes as the row of y
+    values_ptr,  # (R, N), aligned like x
     y_ptr,  # (R, N) contiguous
-    bits_ptr,  # (R, 4 ceil(N / 32)) 8 bits each
-    mask_ptr,  # (R, N) contiguous, 8 bits each
+    bits_ptr,  # (R, 4 ceil(N / 32)) int8, one bit for each element: 1 if it wins
+    mask_ptr,  # (R, N) contiguous int8: 1 if the element wins
     rows,
-    units_x_R,  # strides and N in units of UNIT elements, so that the compiler knows a divisor
+    units_x_R,  # row strides and N in units of UNIT elements, so that the compiler knows a divisor
     units_values_R,
     units,
     K,
-    quantile,
-    UNIT: tl.constexpr,  # 8 elements, or 1 where rows may have edges
-    TIES: tl.constexpr,
+    quantile,  # threshold of a normal distribution, in deviations above the mean
+    UNIT: tl.constexpr,  # 8, or 1 if rows may have edges
+    TIES: tl.constexpr,  # which elements win if too many equal the k-th largest: 0 the first, 1 none, 2 all
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,
     STORE_MASK: tl.constexpr,
-    OTHERS: tl.constexpr,  # values are not x
+    OTHERS: tl.constexpr,  # `values` is another tensor than x
     INF: tl.constexpr,
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
-    TRIALS: tl.constexpr,
+    TRIALS: tl.constexpr,  # rounds of interpolation before bisection
     ORDERED: tl.constexpr,  # rows always become integers: the interpreter has no inline assembly
 ):
     EDGES: tl.constexpr = UNIT == 1
@@ -274,10 +278,10 @@ def kwta_fwd_packed(
     chunk = tl.arange(0, CHUNKS)[:, None, None]
     lane = tl.arange(0, LANES)[None, None, :]
     pair = tl.arange(0, 4)[None, None, None, :]
-    group = chunk * LANES + lane  # number of a group of eight elements
+    group = chunk * LANES + lane  # index of a group of eight elements in the middle
     word = group[:, :, :, None] * 4 + pair
     x_row, y_row, values_row = row * units_x_R * UNIT, row * N, row * units_values_R * UNIT
-    # head and tail are in elements, `whole` is the middle in groups of eight.
+    # Lengths: of head and tail in elements, of the middle (`whole`) in groups of eight elements.
     head = (8 - (row & 7).to(tl.int32) * (N & 7)) & 7 if EDGES else tl.zeros((1, ROWS, 1), tl.int32)
     head = tl.minimum(head, N)
     whole = (N - head) >> 3
@@ -301,7 +305,7 @@ def kwta_fwd_packed(
     if ordered:
         pairs = _ordered(pairs, INF)
         edge = _ordered(edge, INF)
-    outside = tl.where(ordered, 0, -1)  # reaches no threshold
+    outside = tl.where(ordered, 0, -1)  # a word that reaches no threshold: 0 as integers, NaN as float16
     if EDGES or N < LANES * CHUNKS * 8:
         pairs = tl.where(inside, pairs, outside)
     kept = tl.where(slot < head, 0xFFFF, 0) | tl.where(slot < tail, -0x10000, 0)

@@ -1,4 +1,4 @@
-"""Shared by kernels over rows: their tile, the unit of their sizes, and zeros in the unused rows of a plan."""
+"""For kernels over rows: tile sizes, the unit in which sizes are passed, zeros for unused rows of a routing plan."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from moe_kernels.backends._addresses import aligned
 
-TILE = 2048  # elements of a program, 16 a thread
-LONGEST = 4096  # longest row that a program reads at once
+TILE = 2048  # elements of a program, 16 a thread; 4096 for rows of 2049 to 4096 elements
+LONGEST = 4096  # longest row that fits one tile
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def tile(dim: int) -> dict[str, int]:
-    """Tokens and elements of a program, and its warps."""
-    # A row above LONGEST is read LONGEST / 2 elements at a time: with more, combine's backward would spill registers.
+    """Tile sizes and warps of a program for rows of `dim` elements."""
+    # Longer rows are split into blocks of LONGEST / 2: with more, combine's backward would spill registers.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
 
 
 def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
-    """The first of `units`, in elements, that divides n and every row's start in these tensors, else 1. Default: the
-    elements of 16 bytes.
+    """The first of `units` (numbers of elements; by default those of 16 bytes) that divides n, all row strides and all
+    addresses, else 1.
 
-    Kernels get their sizes in units. Of a size in elements Triton would only know whether it is a multiple of 16: it
-    would read a row of 1000 bfloat16 two bytes at a time. A stride that fits 32 bits in units alone would overflow in
-    elements, so its unit is 1.
+    Kernels get n and the strides divided by this unit and multiply them again, so the compiler knows a divisor. Given
+    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time.
+    The unit is 1 if n or a stride is 2^31 or more, since the product in the kernel could overflow 32 bits.
     """
     size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):
@@ -46,7 +46,7 @@ def clear_rows(
     E, R, D,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros from row expert_offsets[E] on, divided among all programs of the launch."""
+    """Writes zeros to rows expert_offsets[E] to R - 1. All programs of the grid share the rows."""
     first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
     zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
     while first < R:

@@ -1,8 +1,10 @@
-"""Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and helpers that the other
-kernels share. f and g are the potentials of rows and columns (ops/sinkhorn.py).
+"""Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and shared helpers.
 
-SUMS: row and column sums are prescribed, or there is a tolerance. Then each matrix counts its iterations, and the f and
-g of a matrix that has stopped no longer change. Without SUMS, flags say which matrices these kernels compute.
+f and g are the potentials of rows and columns: P = exp((scores - f - g) / tau) (ops/sinkhorn.py). A potential is
+anchor + tau * logarithm (log_sum_exp).
+
+SUMS: row and column sums are prescribed, or there is a tolerance. Each matrix then counts its iterations, and f and g
+of a matrix within the tolerance no longer change. Without SUMS, flags select the matrices that these kernels compute.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def log_of(total):
 
 @triton.jit
 def log_sum_exp(d, inv_sums, inv_tau, AXIS: tl.constexpr, FLOAT64: tl.constexpr):
-    """The anchor, which is the largest of d along an axis, and log(inv_sums * sum exp((d - anchor) / tau)); both are 0
-    where all of d is -inf."""
+    """(anchor, logarithm): the largest of d along AXIS, and log(inv_sums * sum exp((d - anchor) / tau)). Both are 0 if
+    d is -inf all along AXIS."""
     largest = tl.max(d, axis=AXIS)
     anchor = tl.where(largest > -float("inf"), largest, 0.0)
     total = tl.sum(exponential((d - tl.expand_dims(anchor, AXIS)) * inv_tau, FLOAT64), axis=AXIS)
@@ -38,7 +40,7 @@ def log_sum_exp(d, inv_sums, inv_tau, AXIS: tl.constexpr, FLOAT64: tl.constexpr)
 
 @triton.jit
 def _load(ptr, stride_B, stride_I, B, n, M: tl.constexpr, N: tl.constexpr, other):
-    """(M, N, N) in float64; `other` where there is no element."""
+    """The program's matrices, (M, N, N) in float64, padded with `other`."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     inside = (matrix < B)[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
@@ -48,7 +50,7 @@ def _load(ptr, stride_B, stride_I, B, n, M: tl.constexpr, N: tl.constexpr, other
 
 @triton.jit
 def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Stores x (M, N, N) for the matrices of the mask `which` (M)."""
+    """Stores the matrices of x (M, N, N) that the mask `which` (M) selects."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     inside = (which & (matrix < B))[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
@@ -59,7 +61,7 @@ def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _vectors(ptr, index, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Pointers (M, N) to the program's part of vector `index` in ptr (.., B, n), and their mask."""
+    """Pointers (M, N) to the program's part of ptr[index], for ptr (.., B, n), and their mask."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     offsets = (tl.cast(index, tl.int64) * B + matrix[:, None]) * n + i[None, :]
@@ -92,7 +94,7 @@ def _scalars(ptr, B, M: tl.constexpr):
 
 @triton.jit
 def _selected(flags_ptr, B, M: tl.constexpr, SUMS: tl.constexpr):
-    """(M): the matrices of the program that this kernel computes."""
+    """(M), bool: True for each matrix of the program that this kernel computes."""
     ptrs, real = _scalars(flags_ptr, B, M)
     if SUMS:
         which = real
@@ -103,14 +105,14 @@ def _selected(flags_ptr, B, M: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def _broken(scores):
-    """(M): which matrices hold NaN or +inf."""
+    """(M), bool: True for each matrix that holds NaN or +inf."""
     return tl.max(tl.max((scores < float("inf")).to(tl.int32) ^ 1, axis=2), axis=1) > 0
 
 
 @triton.jit
 def _columns_near(scores, inv_columns, inv_tau, tolerance):
-    """(M), 0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance.
-    Columns of -inf alone count as within."""
+    """(M), 0 or 1: whether all column sums of exp(scores / tau), before any iteration, are within the tolerance.
+    Columns that hold only -inf count as within."""
     error = tl.abs(tl.sum(tl.exp(scores * inv_tau), axis=1) * inv_columns - 1.0)
     empty = tl.max(scores, axis=1) == -float("inf")
     return tl.min(((error <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)
@@ -124,9 +126,9 @@ def resident_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B) int32: with SUMS and HISTORY receives the iterations; without SUMS 1 for a matrix to compute here
+    counts_ptr,  # (B) int32: with SUMS and HISTORY receives the iterations; without SUMS 1 to compute a matrix here
     stride_scores_B, stride_scores_I, B, n, iterations,
-    tolerance: tl.float64,  # below 0: none
+    tolerance: tl.float64,  # below 0 for none
     M: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     if not SUMS:
@@ -150,8 +152,8 @@ def resident_fwd(
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
         if SUMS:
-            # Row sums before this iteration are off by a factor exp((new_f - f) / tau). Column sums are right, except
-            # for rounding, from the second iteration on.
+            # Row sums before this iteration are the prescribed ones times exp((new_f - f) / tau). From the second
+            # iteration on, column sums are the prescribed ones, except for rounding.
             new_f = anchor + tau * log_sum
             if tolerance >= 0:
                 error = tl.abs(tl.exp((new_f - f) * inv_tau) - 1.0)
@@ -201,14 +203,14 @@ def resident_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
-    drows_ptr,  # (B, n), zeros before; not written unless SUMS
-    dcolumns_ptr,  # (B, n), zeros before; not written unless SUMS
+    drows_ptr,  # (B, n), filled with zeros by the caller; not written unless SUMS
+    dcolumns_ptr,  # (B, n), filled with zeros by the caller; not written unless SUMS
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B) int32: with SUMS the number of iterations; else 1 for a matrix to compute here
+    counts_ptr,  # (B) int32: with SUMS the number of iterations, else 1 to compute a matrix here
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +220,7 @@ def resident_bwd(
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
-    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)  # dP until the matrix's last iteration
+    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)  # dP, until the matrix's last iteration
     df = tl.zeros((M, N), dtype=tl.float64)
     dg = tl.zeros((M, N), dtype=tl.float64)
     last = iterations - 1
@@ -260,7 +262,7 @@ def resident_bwd(
         if SUMS:
             df *= inv_rows
             _subtract(drows_ptr, df * (tau / last_tau), B, n, M, N)
-            tl.debug_barrier()  # in the next step other threads may read what this thread has stored
+            tl.debug_barrier()  # in the next step other threads may read the sums that this thread has stored
         change = rows_normalised * df[:, :, None]
         ds += change
         dg = -tl.sum(change, axis=1)

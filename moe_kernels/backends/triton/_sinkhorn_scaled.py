@@ -1,22 +1,21 @@
-"""Sinkhorn's iteration on k = exp((scores - the largest of the row) / tau), computed once and then scaled by vectors:
+"""Sinkhorn's iteration on k = exp((scores - row maximum) / tau), computed once and scaled by vectors u and v:
 P = diag(u) k diag(v).
 
-This is the fast path, for matrices whose rows have a range so small that k and its scalings are normal numbers. It
-writes a flag for each matrix: 1 if the matrix needs logarithms, else 0. The kernels of _sinkhorn_resident.py run next:
-they compute the flagged matrices and return at once for the others. In one kernel the fast path would need the
-registers of the logarithms.
+This is the fast path for a matrix whose rows have so small a range that k and its scalings are normal numbers. The
+kernels write a flag for each matrix: 1 if the matrix needs logarithms, else 0. The kernels of _sinkhorn_resident.py run
+next and compute the flagged matrices. In a joint kernel the fast path would need the registers of the logarithms.
 
 From n = 9 on both kernels stop early. The bits of a matrix do not depend on the other matrices of its program.
-* Forward: when an iteration changes no bit of v, since later ones would not either.
-* Backward: sum |dg| never grows on the way back, as rows of A and columns of B (see ops/sinkhorn.py) sum to one. The t
-  remaining iterations add entries of B and A, each at most 1, times numbers whose sizes sum to at most 2 t sum |dg|.
-  With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
+* Forward stops when an iteration leaves v unchanged, since later iterations would too.
+* Backward (formulas in ops/sinkhorn.py): sum |dg| never grows, as rows of A and columns of B sum to one. The t
+  remaining iterations add entries of A and B, each at most 1, times numbers whose absolute values sum to at most
+  2 t sum |dg|. With w = P * dP, dg is set to 0 if t sum |dg| <= 2^-45 sum |w|: the error is below 6e-14 sum |w|.
 
-Backward is in float64. A gradient is P (dP - a - b) / tau, with a of its row and b of its column. With float32 the
-error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations), and above 1e-5 of the entry in 0.2
-to 12 % of the entries, where the difference cancels. With only k in float32 it is above 1e-5 in 0.01 to 0.04 % of the
-entries, with only u and v in 0.06 to 5 %, with only df and dg in 0.07 to 8 %. Two floats for each factor would take 12
-operations for a multiply-add; one in float64 takes an A100 or H100 the time of two.
+Backward is in float64, since a gradient P (dP - a - b) / tau can cancel (a belongs to its row, b to its column). In
+float32 the error would exceed 1e-5 of the entry in 0.2 to 12 % of the entries (n = 4 to 64, tau = 0.1 and 1, 20
+iterations); with only k in float32 in up to 0.04 %, with only u and v in up to 5 %, with only df and dg in up to 8 %.
+With two floats for each factor a multiply-add would take 12 operations. In float64 it takes the time of two float32
+operations on an A100 or H100.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# Largest range of scores / tau in a row: scaling vectors, at most exp(range), and their products stay normal numbers.
+# A matrix is scaled if each row of scores / tau has a smaller range: k, u, v and their products then stay normal.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-# Least N that stops early. With a smaller N one of the program's many matrices nearly always goes on, and the test
-# would add a third to the cost.
+# Smallest N that stops early. For smaller N one of the program's many matrices nearly always still changes, and the
+# test would add a third to the cost.
 EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
 
 @triton.jit
 def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M): the largest range of the scores in a row."""
+    """(M): the largest range (maximum - minimum) of a row of each matrix."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
@@ -51,8 +50,8 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(scaled, broken, x, inv_tau): which matrices are scaled here, which hold NaN or +inf, log(k), 1 / tau. Writes the
-    flags."""
+    """(scaled, broken, x, inv_tau): which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau. Writes
+    the flags: 1 for a matrix that needs logarithms, else 0."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
@@ -61,8 +60,8 @@ def _begin(
     scaled = (_spans(scores, B, n, M, N) * inv_tau < limit) & real
     tl.store(ptrs, (scaled | broken).to(tl.int32) ^ 1, mask=real)
     largest = tl.max(scores, axis=2)
-    largest = tl.where(largest > -float("inf"), largest, 0.0)  # of padding
-    # With k = 0 a matrix that is not scaled here stops changing within two iterations.
+    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
+    # A matrix that is not scaled gets k = 0, so that it stops changing within two iterations.
     x = tl.where(scaled[:, None, None], (scores - largest[:, :, None]) * inv_tau, -float("inf"))
     return scaled, broken, x, inv_tau
 
@@ -75,7 +74,7 @@ def _inverse_of(total):
 
 @triton.jit
 def _differ(x, y):
-    """1 if any of (M, N) differs, else 0."""
+    """1 if any element of x (M, N) differs from that of y, else 0."""
     return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
 
 
@@ -84,7 +83,7 @@ def scaled_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
     p_ptr,  # (B, n, n) contiguous
-    slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no p is written
+    slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its p is not written), else 0
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +113,8 @@ def scaled_bwd(
     dscores_ptr,  # (B, n, n) contiguous
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
-    history_ptr,  # (iterations, 2, B, n): u and v
-    slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no dscores is written
+    history_ptr,  # (iterations, 2, B, n), receives u and v
+    slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its dscores is not written), else 0
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +125,7 @@ def scaled_bwd(
     u = tl.zeros((M, N), dtype=tl.float64)
     v = tl.full((M, N), 1.0, dtype=tl.float64)
     steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
-    last = steps - 1  # the last iteration computed; later ones would be equal
+    last = steps - 1  # the last iteration that is computed; later iterations would have the same u and v
     t = 0
     while t <= last:
         u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
@@ -139,8 +138,8 @@ def scaled_bwd(
         if N >= EARLY:
             last = tl.where(_differ(v, before) > 0, last, t)
         t += 1
-    tl.debug_barrier()  # threads read what others have stored
-    # dscores = k * h / tau, and k * h starts as w = P * dP; df and dg start as its negated row and column sums.
+    tl.debug_barrier()  # threads read u and v that other threads have stored
+    # dscores = k * h / tau. k * h starts as w = P * dP; df and dg start as the negated row and column sums of w.
     grad = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
     h = u[:, :, None] * v[:, None, :] * tl.where(scaled[:, None, None], grad, 0.0)
     df = -tl.sum(k * h, axis=2)

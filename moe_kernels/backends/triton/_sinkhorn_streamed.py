@@ -1,4 +1,9 @@
-"""Sinkhorn's iteration on large matrices: each has a program, which reads it in each iteration, ROWS rows at a time."""
+"""Sinkhorn's iteration in logarithms for n > 64, or n > 32 in a backward with SUMS. A program has one matrix and reads
+it in every iteration, ROWS rows at a time.
+
+f and g are the potentials of rows and columns, each anchor + tau * logarithm (log_sum_exp). SUMS: row and column sums
+are prescribed, or there is a tolerance.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from moe_kernels.backends.triton._sinkhorn_resident import exponential, log_of, 
 
 @triton.jit
 def _strip(ptr, stride_B, stride_I, first, n, ROWS: tl.constexpr, N: tl.constexpr, other):
-    """(ROWS, N) in float64, rows from `first` on; `other` where there is no element."""
+    """Rows of the program's matrix from `first` on, (ROWS, N) in float64, padded with `other`."""
     i = first + tl.arange(0, ROWS)
     j = tl.arange(0, N)
     offsets = tl.program_id(0).to(tl.int64) * stride_B + i.to(tl.int64)[:, None] * stride_I + j[None, :]
@@ -22,7 +27,7 @@ def _strip(ptr, stride_B, stride_I, first, n, ROWS: tl.constexpr, N: tl.constexp
 def _store_strip(ptr, x, first, n, ROWS: tl.constexpr, N: tl.constexpr):
     i = first + tl.arange(0, ROWS)
     j = tl.arange(0, N)
-    # 32 bits within a matrix: an address of 64 bits for each row costs registers.
+    # Offsets within a matrix have 32 bits: an address of 64 bits for each row would cost registers.
     offsets = tl.program_id(0).to(tl.int64) * n * n + (i[:, None] * n + j[None, :])
     inside = (i < n)[:, None] & (j < n)[None, :]
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
@@ -66,8 +71,8 @@ def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
 def _columns_near(
     scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance. Columns of
-    -inf alone count as within."""
+    """0 or 1: whether all column sums of exp(scores / tau), before any iteration, are within the tolerance. Columns
+    that hold only -inf count as within."""
     total = tl.zeros((N,), dtype=tl.float64)
     largest = tl.full((N,), -float("inf"), dtype=tl.float64)
     for first in range(0, n, ROWS):
@@ -80,16 +85,16 @@ def _columns_near(
 
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
-    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n) has those of the last two
-    iterations, as another thread may still read the earlier ones. t + 1 gives those of t - 1."""
+    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n) keeps the potentials of
+    two iterations, since another thread may still read the earlier ones; t + 1 and t - 1 share memory."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether the row sums before iteration t are within the tolerance. They are off by a factor
-    exp((f - f of the iteration before) / tau)."""
+    """0 or 1: whether these row sums before iteration t are within the tolerance. f: row potentials after iteration t.
+    The sums are the prescribed ones times exp((f - before) / tau), where `before` is f after iteration t - 1."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -98,7 +103,7 @@ def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROW
 
 @triton.jit
 def _column_pointers(ptr, t, B, n, N: tl.constexpr):
-    """Pointers (N) to the column anchors after iteration t in ptr (iterations, 2, B, n), their distance to the
+    """Pointers (N) to the column anchors of iteration t in ptr (iterations, 2, B, n), the distance from anchors to
     logarithms, and the mask."""
     j = tl.arange(0, N)
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
@@ -114,7 +119,7 @@ def streamed_fwd(
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B), receives the number of iterations; not written unless SUMS and HISTORY
     stride_scores_B, stride_scores_I, B, n, iterations,
-    tolerance: tl.float64,  # below 0: none
+    tolerance: tl.float64,  # below 0 for none
     potentials_ptr,  # (B, 2, n): f of the last two iterations; not used unless SUMS
     ROWS: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +156,7 @@ def streamed_fwd(
                 if tolerance >= 0:
                     near *= _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS)
             d = s - f[:, None]
-            # The anchor is the largest d so far. `total` is relative to the anchor before, so it is rescaled.
+            # The anchor is the largest d so far. `total` is relative to the previous anchor, so `total` is rescaled.
             new_largest = tl.maximum(largest, tl.max(d, axis=0))
             anchor = tl.where(new_largest > -float("inf"), new_largest, 0.0)
             total = total * exponential((largest - anchor) * inv_tau, HISTORY)
@@ -166,13 +171,13 @@ def streamed_fwd(
         t += 1
         if SUMS:
             if (near > 0) & (tolerance >= 0):
-                if not HISTORY:  # the matrix was within the tolerance before this iteration: p uses the earlier f and g
+                if not HISTORY:  # the matrix met the tolerance before this iteration: p uses the previous f and g
                     anchor = before
                     log_sum = tl.zeros((N,), dtype=tl.float64)
                 count = t - 1
                 t = iterations
             near = 1
-            tl.debug_barrier()  # in the next iteration other threads may read the potentials that this one has stored
+            tl.debug_barrier()  # in the next iteration other threads may read potentials that this thread has stored
     if SUMS and HISTORY:
         tl.store(counts_ptr + tl.program_id(0), count)
     if not HISTORY:
@@ -192,7 +197,7 @@ def streamed_fwd(
 
 @triton.jit
 def _column_state(history_ptr, taus_ptr, t, B, n, N: tl.constexpr):
-    """Column anchors and logarithms after iteration t, and the column potential before it."""
+    """Column anchors and logarithms after iteration t, and the column potentials before iteration t."""
     ptrs, step, inside = _column_pointers(history_ptr, t, B, n, N)
     anchor = tl.load(ptrs, mask=inside, other=0.0)
     log_sum = tl.load(ptrs + step, mask=inside, other=0.0)
@@ -219,8 +224,8 @@ def streamed_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
-    drows_ptr,  # (B, n), zeros before; not written unless SUMS
-    dcolumns_ptr,  # (B, n), zeros before; not written unless SUMS
+    drows_ptr,  # (B, n), filled with zeros by the caller; not written unless SUMS
+    dcolumns_ptr,  # (B, n), filled with zeros by the caller; not written unless SUMS
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
@@ -228,7 +233,7 @@ def streamed_bwd(
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations; not read unless SUMS
     stride_scores_B, stride_scores_I, B, n, iterations,
-    sums_ptr,  # (B, n, n): dS so far
+    sums_ptr,  # (B, n, n) scratch memory: dS so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
@@ -237,7 +242,7 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # A matrix with NaN or +inf may have count 0 if the resident kernel, which replaces it by zeros, ran forward.
+        # A matrix with NaN or +inf may have count 0 from resident_fwd, which replaces the matrix by zeros.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
@@ -246,7 +251,7 @@ def streamed_bwd(
                 1.0 / tl.load(taus_ptr), n, ROWS, N,
             )  # fmt: skip
             t -= 1
-    while t >= 0:  # the first pass only computes the column sums of P * dP, the second is the last iteration
+    while t >= 0:  # the first pass only sums the columns of P * dP; the second pass is the last iteration
         iteration = tl.minimum(t, last)
         tau = tl.load(taus_ptr + iteration)
         inv_tau = 1.0 / tau
@@ -290,7 +295,7 @@ def streamed_bwd(
                     ds = tl.where(broken, float("nan"), weight / last_tau)
                     _store_strip(dscores_ptr, ds, first, n, ROWS, N)
         dg = next_dg
-        tl.debug_barrier()  # in the next pass other threads may read the sums that this one has stored
+        tl.debug_barrier()  # in the next pass other threads may read the sums that this thread has stored
         t -= 1
     if SUMS:
         if broken:

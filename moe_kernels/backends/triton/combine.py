@@ -1,7 +1,7 @@
-"""Combine in Triton: a token sums its kept rows in the order of its choices, in float32.
+"""Combine in Triton: the rows of a token's kept choices are summed in the order of the choices, in float32.
 
-Backward runs the same loop; each of a token's rows gives one row of drows and one element of dweights. dy stays in
-registers if a row fits.
+Backward loops over the choices too: each kept choice gives one row of drows and one element of dweights. The gradient
+dy of a token stays in registers if it fits a tile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _sum_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores the sums of BLOCK_T tokens' rows."""
+    """Stores columns `d` of the sums of BLOCK_T tokens."""
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.range(0, K, loop_unroll_factor=2):  # so that the loads of two rows are in flight together
         row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
@@ -46,20 +46,20 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton compiles K = 1 separately, with 0.7 of the instructions. One kernel has both sums: a layer of experts needs the
-# weighted sum forward and the other backward.
+# Triton specializes the kernel for K = 1, with 0.7 of the instructions. One kernel has the weighted and the plain sum:
+# a layer of experts needs the weighted sum in forward and the plain sum in backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous; not read unless weighted
     slot_row_ptr,  # (T, K)
     y_ptr,  # (T, D) contiguous
-    units_rows_R,
+    units_rows_R,  # row stride and D in units of UNIT elements
     T,
     K,
-    units,  # D in units
+    units,
     weighted,
-    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -83,15 +83,15 @@ def _combine_bwd(
     expert_offsets_ptr,  # (E + 1)
     drows_ptr,  # (R, D) contiguous
     dweights_ptr,  # (T, K) contiguous
-    units_grad_T,
+    units_grad_T,  # row strides and D in units of UNIT elements
     units_rows_R,
     T,
     K,
     E,
     R,
-    units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
-    WHOLE: tl.constexpr,  # a row fits BLOCK_D
+    units,
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
+    WHOLE: tl.constexpr,  # D <= BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -115,7 +115,7 @@ def _combine_bwd(
             tl.store(drows_ptr + row[:, None] * D + d, drow, mask=inside)
             dot += tl.sum(values * dy, axis=1)
             start += BLOCK_D
-        # The gradient to the weight of a dropped choice is 0, even if dy holds NaN.
+        # The weight of a dropped choice has gradient 0, even if dy holds NaN.
         tl.store(dweights_ptr + token * K + k, tl.where(row >= 0, dot, 0.0), mask=token < T)
     clear_rows(drows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
 

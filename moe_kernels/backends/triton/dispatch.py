@@ -1,4 +1,4 @@
-"""Dispatch in Triton: a program reads a few tokens once and writes them to all of their rows, as bit patterns."""
+"""Dispatch in Triton: a program reads a tile of x once, as bit patterns, and stores it to all rows of its tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _dispatch_fwd(
     slot_row_ptr,  # (T, K)
     expert_offsets_ptr,  # (E + 1)
     rows_ptr,  # (R, D) contiguous
-    units_x_T,
+    units_x_T,  # row stride and D in units of UNIT elements
     T,
     K,
     E,
     R,
-    units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
+    units,
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

@@ -1,7 +1,7 @@
-"""The grouped GEMM in Triton, and the squared norms of its rows.
+"""The grouped GEMM in Triton, and the squared norms of its output rows.
 
-One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
-activation are applied to the float32 accumulators. The inner loop is multiply_tile in _grouped_tiles.py.
+One launch multiplies the rows of all experts, one tile for each program. If row_token is given, the kernel gathers rows
+of x as it reads them. Bias and activation are applied to the float32 accumulators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the rest of this backend's grouped GEMM
+from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 other functions of this operation
     activation_bwd,
     expert_mlp_bwd_hidden,
     grouped_gemm_bwd_weight,
@@ -34,11 +34,11 @@ from moe_kernels.backends.triton._rows import TYPES
 @triton.jit(do_not_specialize=["E", "R"])
 def _grouped_gemm_fwd(
     x,  # (T or R, K), or its descriptor
-    w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED; 2 N columns if GATED
+    w,  # (E, K, N), stored as (E, N, K) if TRANSPOSED, with 2 N for N if GATED; or its descriptor
     bias_ptr,  # (E, N or 2 N) contiguous; not read unless BIAS
     row_token_ptr,  # (R); not read unless GATHER
     expert_offsets_ptr,  # (E + 1)
-    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 squares if NORMS
+    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 sums of squares if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -52,14 +52,13 @@ def _grouped_gemm_fwd(
         return
     valid, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    # Unused rows get zeros: no steps, no bias, and every activation of 0 is 0.
+    # Unused rows get zeros: without products and bias they are 0, and every activation of 0 is 0.
     depth, bias_N = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
     pre, linear = multiply_tile(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
         GATED, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    # Row offsets within a tile have 32 bits: 64 would cost registers.
-    start = first.to(tl.int64)
+    start = first.to(tl.int64)  # row offsets within the tile keep 32 bits, which saves registers
     if NORMS:
         n = column + tl.arange(0, BLOCK_N)
         if BIAS:
@@ -83,7 +82,7 @@ def _finish(
     N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the activation and stores a tile, SLICE columns at a time."""
+    """Adds the bias, applies the activation and stores a tile, at most SLICE columns at a time."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:
         pre, pre_right = split_columns(pre)

@@ -1,6 +1,7 @@
-"""k-winner-take-all in Triton. A program has a row; it counts the elements that reach a trial threshold, and repeats.
+"""k-winner-take-all in Triton. A program takes one row, searches for its threshold and writes the winners.
 
-16-bit rows of up to RESIDENT elements go to the kernel of _kwta_packed.py.
+A round of the search counts the elements whose keys reach a trial key. Keys are integers in the order of the elements
+(_kwta_values.py). 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py instead.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
 from moe_kernels.library import words
 
-TIES = {"index": 0, "strict": 1, "all": 2}
+TIES = {"index": 0, "strict": 1, "all": 2}  # which elements win if too many equal the k-th largest
 
-# Bit pattern of +inf, and FORMAT of _kwta_values.py.
+# INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # elements of a row in one tile of registers; a second tile holds the rest of a longer row
-RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
-CHUNK = 4096  # elements written at a time: with more the registers would spill
-BLOCK_BWD = 4096  # elements of a program of the backward
-TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
+LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys of a row up to RESIDENT
+RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
+CHUNK = 4096  # most elements written at a time: with more, registers would spill
+BLOCK_BWD = 4096  # most elements of a program of the backward
+TRIALS = 8  # rounds with interpolated trials before bisection; most rows of normal elements need fewer
 
 
 def warps(block: int) -> int:
-    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs a thread about
-    60 instructions besides the comparisons."""
+    """Warps for a tile of `block` elements: 32 elements a thread from 1024 on, as a round of the search has a fixed
+    cost for each thread."""
     return max(block // 1024, 1)
 
 
 @triton.jit
 def _keys(bits, INF: tl.constexpr):
-    """Integers in the order of the values: negatives mirrored, so that -0 == +0, and every NaN just above +inf."""
+    """The keys of bit patterns: 0 for -0 and +0, INF + 1 for every NaN."""
     SIGN: tl.constexpr = -0x80000000 if INF > 0xFFFF else -0x8000
     magnitude = bits & ~SIGN
     mirrored = tl.where(bits < 0, -magnitude, magnitude)
@@ -52,15 +53,15 @@ def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
-    """BLOCK keys from element `start` on; past the row a key that never wins."""
+    """BLOCK keys from element `start` on; past the row -INF - 2, which never wins."""
     bits = _load_bits(x_row, start, N, BLOCK)
     return tl.where(start + tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
 
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and by how much a
-    higher threshold lets one element fewer win. Both may be NaN or infinite."""
+    """(threshold, step): the threshold of normal elements with the mean and deviation of `bits`, the start of the row,
+    and the increase of the threshold that makes one element fewer win. Both may be NaN or infinite."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
@@ -99,8 +100,8 @@ def _threshold(
     TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr,
     REST: tl.constexpr, TRIALS: tl.constexpr,
 ):  # fmt: skip
-    """(above, ties): keys greater than `above` win, and the first `ties` keys equal to `above`."""
-    # More than K keys are at or above low, fewer than K at or above high.
+    """(above, ties): keys greater than `above` win, and the first `ties` keys equal to `above` win."""
+    # While searching, more than K keys are >= low and fewer than K are >= high.
     low = -INF - 1
     high = INF + 2
     at_low = N
@@ -121,7 +122,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Bisection moves the bound to the nearest key of the row: many equal keys then end the search.
+            # Bisection of a RESIDENT row moves the bound to the nearest key of the row, so many equal keys soon end it.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -161,21 +162,21 @@ def _kwta_fwd(
     y_ptr,  # (R, N) contiguous
     bits_ptr,  # (R, ceil(N / 32))
     mask_ptr,  # (R, N) contiguous
-    units_x_R,  # strides and N in units, which shows the compiler their divisor
+    units_x_R,  # row strides and N in units of UNIT elements, so that the compiler knows a divisor
     units_values_R,
     units,
     K,
-    quantile,
-    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
+    quantile,  # threshold of a normal distribution, in deviations above the mean
+    UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,
     STORE_MASK: tl.constexpr,
     INF: tl.constexpr,
     FORMAT: tl.constexpr,
-    RESIDENT: tl.constexpr,
+    RESIDENT: tl.constexpr,  # the keys of the row stay in registers
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,  # elements after the first BLOCK that are held in registers too
+    REST: tl.constexpr,  # size of a second tile of keys, after the first BLOCK; 0: none
     CHUNK: tl.constexpr,
     TRIALS: tl.constexpr,
 ):
@@ -204,7 +205,7 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            # Loads losers too: with a mask that differs between neighbours, two or four loads would become 16.
+            # Loads losers too: a mask that differs between neighbours would split vector loads.
             values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
@@ -233,7 +234,7 @@ def _kwta_bwd(
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     lane = tl.arange(0, 32)[None, :]
     offsets = word[:, None] * 32 + lane
-    # A thread loads 16 bytes of the row at once, losers too.
+    # Loads losers too, so that a thread can load 16 bytes at once if UNIT allows.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
@@ -298,7 +299,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
-    """Launches kwta_fwd_packed, with tensors that are _aligned_like_contiguous."""
+    """Launches kwta_fwd_packed on x and values, or on copies if a row's alignment requires it."""
     num_rows, n = x.shape
     others = values is not x
     x = _aligned_like_contiguous(x)
@@ -317,7 +318,7 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
 
 
 def _aligned_like_contiguous(x: Tensor) -> Tensor:
-    """x if each row has the same offset from a multiple of 16 bytes as in a contiguous copy, else such a copy."""
+    """x if each of its rows has the address, modulo 16 bytes, that it has in a contiguous copy; else such a copy."""
     if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -326,8 +327,8 @@ def _aligned_like_contiguous(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
-    A lane holds up to 64 elements, in 125 registers; with 32 a row of 4096 takes 24.5 instructions an element instead
-    of 17.6. A row of 1024 has a warp of its own: two in a warp would both run as many rounds as the slower one.
+    A lane holds up to 64 elements, in about 125 registers. With up to 32, a row of 4096 takes 24.5 instructions an
+    element instead of 17.6. A row of 513 to 1024 has its own warp: two would both run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

@@ -1,12 +1,12 @@
-"""The routing plan in Triton: count, scan and rank, one launch each.
+"""The routing plan in Triton, in three launches: count, scan and rank.
 
-Requests (choices that name an expert) in visiting order are split into chunks. A request's slot is the number of
-requests to its expert in earlier chunks, plus those before it in its own chunk. Requests are not sorted, and the only
-scratch memory is chunks * E counts.
+The T * K choices are split into chunks, in visiting order. A request is a choice that names an expert. The slot of a
+request is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk.
+Requests are not sorted. Scratch memory: chunks * E counts and, with a priority, the sorted tokens.
 
-Priority routing does sort its T * E pairs of a token and an expert, by score. One program, on one multiprocessor, then
-goes through them in that order, as the definition does: it skips 1024 pairs at once if none of them can be assigned,
-else it takes them 64 at a time. The host does not wait.
+plan_priority sorts the T * E pairs of a token and an expert by score. One program then assigns the pairs in this order,
+as the definition does. It skips 1024 pairs at once if none of them can be assigned, and else takes 64 at a time. The
+host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
-TILE = 32  # requests that one warp ranks at a time, comparing each with each
-SHORTEST = 2048  # scores of fewer tokens are padded to this number, since kWTA compiles for each power of two
-MATCH_TILE = 64  # pairs that priority routing compares with each other at a time
+TILE = 32  # choices that a program (one warp) ranks at a time, comparing each with each
+SHORTEST = 2048  # plan_expert_choice pads scores of fewer tokens, since kWTA compiles for each power of two
+MATCH_TILE = 64  # pairs that plan_priority compares with each other at a time
 CHUNKS = 1024  # largest number of chunks: a program of the scan holds the counts of all chunks for its experts
-COUNTS = 2**22  # largest number of counts: with more than 4096 experts there are fewer chunks
-COUNT_BLOCK = 256  # requests that a program counts at a time
-WINDOW = 1024  # experts that a program counts
-MATCH_BLOCK = 1024  # pairs that priority routing reads at a time
-FEW_CHUNKS = tl.constexpr(32)  # with at most so many chunks a program of the scan takes more experts
+COUNTS = 2**22  # bound on chunks * E, unless E alone exceeds it: above 4096 experts there are fewer chunks
+COUNT_BLOCK = 256  # choices that a program counts at a time
+WINDOW = 1024  # largest number of experts that a program counts
+MATCH_BLOCK = 1024  # pairs that plan_priority reads at a time
+FEW_CHUNKS = tl.constexpr(32)  # with at most this many chunks, a program of the scan takes 128 experts, else 4
 SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
 
 
 @triton.jit
 def _requests(
     experts_ptr,  # (T, K)
-    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT, else 0, 1, ...
-    place,  # (BLOCK) int64, in visiting order
+    visit_ptr,  # (T) tokens in visiting order; only read if VISIT, else tokens are visited in index order
+    place,  # (BLOCK) int64 positions in the visiting order of choices
     end,
     T,
     K,
     E,
     VISIT: tl.constexpr,
-    BY_CHOICE: tl.constexpr,
+    BY_CHOICE: tl.constexpr,  # all first choices come first, then all second ones; else token by token
 ):
-    """(token, choice, expert) of the requests at these places; expert -1 if the choice names none."""
+    """(token, choice, expert) of the choices at these places; expert -1 if a choice names none or is beyond `end`."""
     inside = place < end
     index = tl.where(inside, place, 0).to(tl.int32)
     if BY_CHOICE:
@@ -65,7 +65,7 @@ def _plan_count(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T)
     counts_ptr,  # (chunks, E)
-    scanned_ptr,  # () receives 0, where _plan_scan starts to count
+    scanned_ptr,  # () receives 0; _plan_scan counts its finished programs there
     chunk,
     T,
     K,
@@ -94,8 +94,8 @@ def _plan_count(
 
 @triton.jit(do_not_specialize=["capacity", "chunks"])
 def _plan_scan(
-    counts_ptr,  # (chunks, E), receives the sums over the earlier chunks
-    scanned_ptr,  # () 0, counts the programs that have finished
+    counts_ptr,  # (chunks, E), receives the sums over earlier chunks
+    scanned_ptr,  # () 0 at the start; the number of programs that have finished
     requested_ptr,  # (E)
     kept_ptr,  # (E)
     expert_offsets_ptr,  # (E + 1)
@@ -106,13 +106,13 @@ def _plan_scan(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Both tile shapes are in one kernel, so that a number of chunks that changes from step to step compiles once.
+    # The kernel has both tile shapes, so that it compiles once even if the number of chunks changes in training.
     if chunks <= FEW_CHUNKS:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCAN_TILE // FEW_CHUNKS)
     else:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCAN_TILE // CHUNKS)
-    # The last program sees the stores of all others: they come before a barrier, and the barrier before an atomic
-    # addition that releases and acquires.
+    # The last program to finish sees the stores of all other programs: in each program a barrier follows the stores,
+    # and an atomic addition with acquire and release semantics follows the barrier.
     tl.debug_barrier()
     if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
@@ -121,8 +121,8 @@ def _plan_scan(
 
 @triton.jit
 def _scan_chunks(
-    counts_ptr,  # (chunks, E)
-    requested_ptr,  # (E)
+    counts_ptr,
+    requested_ptr,
     chunks,
     E,
     BLOCK_C: tl.constexpr,
@@ -139,10 +139,10 @@ def _scan_chunks(
 
 @triton.jit
 def _finish(
-    requested_ptr,  # (E)
-    kept_ptr,  # (E)
-    expert_offsets_ptr,  # (E + 1)
-    dropped_ptr,  # ()
+    requested_ptr,
+    kept_ptr,
+    expert_offsets_ptr,
+    dropped_ptr,
     capacity,
     E,
     BLOCK: tl.constexpr,
@@ -167,7 +167,7 @@ def _finish(
 def _plan_rank(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T)
-    counts_ptr,  # (chunks, E) requests before a chunk; overwritten
+    counts_ptr,  # (chunks, E) requests to each expert in earlier chunks; overwritten
     expert_offsets_ptr,  # (E + 1)
     row_token_ptr,  # (R)
     row_choice_ptr,  # (R)
@@ -197,7 +197,7 @@ def _plan_rank(
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         valid = expert >= 0
-        # Numbers of earlier (low half) and later requests (high half) to the same expert. A lane sums a column.
+        # peers: the numbers of earlier (low half) and later requests (high half) to the same expert in this block.
         side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
         peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
@@ -219,11 +219,11 @@ def _assignable(
     pairs_ptr,  # (T * E)
     experts_ptr,  # (T)
     room_ptr,  # (E)
-    place,  # (BLOCK) int64, in descending score
+    place,  # (BLOCK) int64 positions in descending order of score
     pairs,
     E,
 ):
-    """(token, expert) of the pairs at these places, and whether the token is unassigned and the expert has room."""
+    """(token, expert, assignable) of the pairs at these places; assignable: the token is free, the expert has room."""
     inside = place < pairs
     pair = tl.load(pairs_ptr + place, mask=inside, other=0).to(tl.int32)  # T * E is below 2^31
     token = pair // E
@@ -234,20 +234,20 @@ def _assignable(
 
 @triton.jit
 def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.constexpr):
-    """Assigns the pairs of one tile that can be assigned; returns their number."""
+    """Assigns the pairs of one tile as in descending order of score; returns the number of assigned pairs."""
     i = tl.arange(0, TILE)
     before = i[None, :] < i[:, None]
     token, expert, pending = _assignable(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # A pair is assigned if its token has no earlier pending pair, and its expert has room for it after all earlier
-        # pending pairs of the expert.
+        # A pending pair is assigned if its token has no earlier pending pair, and if its expert has room for the pair
+        # even after all earlier pending pairs of the expert.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
         assign = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
-        # Barriers: threads read experts and room before any of them changes, and again after all changes.
+        # Barriers: all threads read experts and room before the first change, and again after the last one.
         tl.debug_barrier()
         tl.store(experts_ptr + token, expert, mask=assign)
         tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=assign)
@@ -262,8 +262,8 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
 @triton.jit(do_not_specialize=["limit", "pairs", "E"])
 def _plan_match(
     pairs_ptr,  # (T * E) token * E + expert in descending score
-    experts_ptr,  # (T) -1, receives the expert of every token that gets one
-    room_ptr,  # (E) the capacity, receives what is left of it
+    experts_ptr,  # (T) -1, receives the expert of each assigned token
+    room_ptr,  # (E) the capacity, receives the remaining capacity
     limit,  # largest number of pairs that can be assigned
     pairs,
     E,
@@ -283,7 +283,7 @@ def _plan_match(
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return unsupported(device, torch.float32, (torch.float32,))  # of the device alone: experts are int32 or int64
+    return unsupported(device, torch.float32, (torch.float32,))  # experts are int32 or int64; only the device matters
 
 
 @on_device
@@ -312,7 +312,7 @@ def make_plan_fwd(
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
     grid = (chunks, triton.cdiv(num_experts, window))
-    # `dropped` counts the programs of the scan that have finished, until the last one stores the result there.
+    # `dropped` first counts the finished programs of _plan_scan; the last program stores the result there.
     launch(_plan_count, grid, *requests, dropped, *sizes, **options, BLOCK=COUNT_BLOCK, BLOCK_E=window, num_warps=4)
     block_c = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(
@@ -337,9 +337,9 @@ plan_priority_supports = plan_expert_choice_supports
 
 @on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The plan in which every expert requests the `capacity` highest tokens of its column."""
+    """The plan in which every expert takes the min(capacity, T) highest tokens in its column of scores (T, E)."""
     num_tokens, num_experts = scores.shape
-    # Padded to a multiple of 16, at least SHORTEST. Padding comes last and is never chosen.
+    # Columns are padded to a multiple of 16, at least SHORTEST. Padding ranks after all tokens and is never chosen.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
@@ -349,7 +349,7 @@ def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
 
 @on_device
 def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """Sorts the pairs by descending score and assigns them in one program. Scratch memory: 2 * T * E int64."""
+    """Sorts the T * E pairs by descending score, which takes O(T * E) memory, and assigns them in one program."""
     num_tokens, num_experts = scores.shape
     capacity = min(capacity, num_tokens)
     pairs = torch.sort(scores.flatten(), descending=True, stable=True).indices

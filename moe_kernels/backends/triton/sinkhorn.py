@@ -1,10 +1,11 @@
-"""Sinkhorn's iteration in Triton. Up to n = RESIDENT a program keeps a few matrices in registers for the whole solve.
-Above, a program reads its matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
+"""Sinkhorn's iteration in Triton. Up to n = 64, or 32 in a backward with prescribed sums or a tolerance, a program
+keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py). For larger n a program reads its
+matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
-Up to RESIDENT, at one temperature and without prescribed sums or a tolerance, matrices of small range are solved by
-scaling exp(S / tau) (_sinkhorn_scaled.py); a further launch solves the others in logarithms (_sinkhorn_resident.py). A
-potential is in float64 and in units of the scores: an anchor (the largest term) plus tau times the logarithm of the sum
-relative to the anchor. So exp gets small arguments at any temperature.
+Both forms compute in logarithms. A potential is a float64 in units of the scores: an anchor (the largest term) plus tau
+times the logarithm of the sum relative to the anchor. So no argument of exp is large at any temperature. Up to n = 64,
+without prescribed sums, a tolerance or a changing temperature, an earlier launch solves the matrices of small range by
+scaling exp(scores / tau) (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, residen
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
-RESIDENT = 64  # largest n of a matrix that a program holds in registers; 32 in a backward with SUMS
+RESIDENT = 64  # largest n in registers; half of it in a backward with prescribed sums or a tolerance
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
-    """Sizes of a program's tile (M and N), or of a strip of a streamed matrix (ROWS and N), the largest without spills;
-    and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward) or "bwd"."""
+    """(tile sizes, warps), limited by registers: M matrices of N x N, or ROWS rows of N columns of a streamed matrix.
+    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd"."""
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
@@ -88,13 +89,13 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if an element of a matrix is 2^31 or more elements from the first: resident kernels have
-    offsets of 32 bits within a matrix, as an address of 64 bits for each row costs registers."""
+    """x (B, n, n), copied if n times the row stride is 2^31 or more: resident kernels have offsets of 32 bits within a
+    matrix, as an address of 64 bits for each row would cost registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _temperatures(taus: list[float], device: torch.device) -> Tensor:
-    """taus, a geometric sequence, computed on the device: copying a list there would wait for the device."""
+    """taus, a geometric sequence, computed on the device: copying the list there would make the host wait."""
     first, last, steps = taus[0], taus[-1], max(len(taus) - 1, 1)
     if first == last:
         return torch.full((len(taus),), last, dtype=torch.float64, device=device)
@@ -103,8 +104,8 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,), int32: ones if the temperature falls, as all matrices then need logarithms. At one temperature it is empty
-    memory, which the scaling kernel fills. None above RESIDENT."""
+    """(B,) int32, ones if the temperature falls, as all matrices then need logarithms. At one temperature the memory is
+    not initialized, since the scaling kernel writes it. None above RESIDENT."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
@@ -120,7 +121,7 @@ def _launch_logarithms(
     sums: tuple[Tensor, ...],
     tolerance: float,
 ) -> None:
-    """Writes p; or, given `history`, the history, and with sums also `counts`."""
+    """Writes p or, if `history` is given, the history and, with sums, the iterations of each matrix (counts)."""
     batch, n, _ = scores.shape
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
     arguments = [

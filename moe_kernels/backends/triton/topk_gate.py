@@ -1,9 +1,10 @@
-"""The top-k gate in Triton. A program holds a few rows in registers, as integer keys in the order of the logits (NaN
-highest, -0 == +0). Every four neighbours are sorted once; a choice is the largest of the first keys of all fours.
+"""The top-k gate in Triton. A program holds the logits of a few tokens in registers, as integer keys in the order of
+the logits (NaN highest, -0 equal to +0). Each group of four neighbouring keys is sorted once. A choice is the largest
+of the first keys of all groups; the other keys of its group then move up.
 
-A key of 16 bits and its expert share an integer (PACKED), so a choice is one maximum; of equal keys the lower expert's
-integer is larger. With keys of 32 bits a choice is a maximum of keys, then a minimum over the experts with that key:
-two reductions of 32 bits, for which a warp has an instruction, but not for 64 bits.
+A 16-bit key and its expert share an integer (PACKED), so a choice takes one maximum; of equal keys the lower expert has
+the larger integer. With 32-bit keys a choice takes a maximum of keys, then a minimum of the experts with that key. Both
+are reductions of 32 bits, for which a warp has an instruction; it has none for 64 bits.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
-TILE = 1024  # logits of a program; it has at least one row, which may be longer
-LONGEST = 16384  # experts that a program holds
+TILE = 1024  # logits of a program, which has at least one row; a row may be longer
+LONGEST = 16384  # largest number of experts
 
 
 def _blocks(num_experts: int, k: int) -> dict[str, int]:
-    """Tokens, experts and choices of a program, and its warps."""
+    """Tile sizes and warps of a program."""
     experts = max(triton.next_power_of_2(num_experts), 8)
     tokens = max(TILE // experts, 1)
     choices = max(triton.next_power_of_2(k), 1)
@@ -30,7 +31,7 @@ def _blocks(num_experts: int, k: int) -> dict[str, int]:
 
 @triton.jit
 def _fours(row):
-    """The first, second, third and last of every four neighbours."""
+    """The first, second, third and last elements of all groups of four neighbours."""
     low, high = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 4, 2, 2)))
     first, third = tl.split(low)
     second, last = tl.split(high)
@@ -39,10 +40,8 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged.
-
-    If PACKED, the keys contain their experts, and e and next_e are not used.
-    """
+    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged. If PACKED, the
+    keys contain their experts, and e and next_e are returned unchanged."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -67,14 +66,14 @@ def _topk_gate_fwd(
     k = tl.arange(0, BLOCK_K)
     inside = (token < T)[:, None] & (e < E)
     offsets = token[:, None] * stride_logits_T + e
-    # Past the row: -inf. Of equal logits the lower expert comes first, so padding is never among the first K <= E.
+    # Padding is -inf. Of equal logits the lower expert is chosen first, so padding is never chosen, as K <= E.
     NEGATIVE_INF: tl.constexpr = INF - 0x8000 if PACKED else INF - 0x80000000
     keys = _keys(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:
         keys = (keys << 16) | (BLOCK_E - 1 - e)
     keys0, keys1, keys2, keys3 = _fours(keys)
     e0, e1, e2, e3 = _fours(tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)))
-    # Every four is sorted once, in a thread. Only neighbours are compared, so that equal keys stay ordered by expert.
+    # Sorts each group. Only neighbours are compared, so that equal keys stay ordered by expert.
     keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
     keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
     keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
@@ -90,7 +89,7 @@ def _topk_gate_fwd(
         else:
             expert = tl.min(tl.where(keys0 == best[:, None], e0, BLOCK_E), axis=1)
             is_chosen = e0 == expert[:, None]
-        # Only keys that a later choice may read move up.
+        # The keys of the chosen group move up. With K = 1 no choice follows; with K = 2 the second reads keys0 alone.
         if BLOCK_K > 1:
             keys0 = tl.where(is_chosen, keys1, keys0)
             e0 = tl.where(is_chosen, e1, e0)
@@ -105,7 +104,7 @@ def _topk_gate_fwd(
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
     inside_k = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
-    # The first choice has the highest logit, or a NaN if there is one; every weight is then NaN.
+    # The first choice has the highest logit, or NaN if the row holds one. All weights are then NaN.
     picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)
     highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
     shares = tl.exp(picked - highest[:, None])
@@ -137,7 +136,7 @@ def _topk_gate_bwd(
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
         # The probability of expert e is w_0 exp(z_e - z_0), where z_0 and w_0 are the logit and weight of the first
-        # choice. The difference is rounded once, so its relative error is the same for large logits.
+        # choice. z_e - z_0 is rounded once, so a common offset of the logits costs no accuracy.
         first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
         highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
         scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)
@@ -148,7 +147,7 @@ def _topk_gate_bwd(
         slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     row = dlogits_ptr + token[:, None] * E
     tl.store(row + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # gradients of chosen experts replace what other threads have stored
+    tl.debug_barrier()  # gradients of chosen experts overwrite values that other threads have stored
     experts = tl.load(experts_ptr + token[:, None] * K + k, mask=inside_k, other=0)
     chosen = weights * (grads - mean[:, None])
     tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=inside_k)

@@ -1,9 +1,9 @@
-"""The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
+"""The tree gate in Triton. A program has a few tokens and keeps the probabilities of one tree at a time in registers.
 
-A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right. A leaf that is a
-level higher takes the left one of its two places. If E is a multiple of 16, forward gives the leaves consecutive places
-instead (GROUPS). From the root down a thread computes a group of 16 places (_reach); up to the root, in backward, each
-level halves the row. If tree_gate_fits, forward is one kernel with the matrix products in it.
+A tree of E leaves has 2^DEPTH places, one for each possible leaf of the last level, from left to right. A leaf of the
+level above takes the left one of its two places; in the layout GROUPS leaves take consecutive places instead.
+Forward and backward compute the probabilities of places from the root down (_reach). Backward then sums pairs of
+neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel includes the matrix products.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch import Tensor
 from moe_kernels.backends.native.tree_gate import weighing
 from moe_kernels.backends.triton import launch, on_device, unsupported
 
-TILE = 2048  # places of a program, 16 a thread
+TILE = 2048  # places of a program, 16 a thread; 4096 above 2048 experts
 MAX_EXPERTS = 4096
 MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Layouts: all leaves at the last level; whole groups of 16 at one level; or groups with leaves of two levels.
+# FULL: all leaves are at the last level. GROUPS: each group of 16 places has 16 leaves of one level, or no leaves.
+# MIXED: a group may have leaves of two levels.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
 
 
 def _blocks(num_experts: int, upwards: bool) -> tuple[dict[str, int], int]:
-    """Tokens of a program, levels of a tree and layout; and warps."""
+    """(tile arguments, warps). upwards: for backward, which goes up the tree."""
     depth = (num_experts - 1).bit_length()
     tokens = max(TILE >> depth, 1)
     return {"BLOCK_T": tokens, "DEPTH": depth, "LAYOUT": _layout(num_experts, upwards)}, (tokens << depth) * 4 // TILE
 
 
 def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
-    """As _blocks, with the columns of a matrix product, at least 16; and pipeline stages."""
+    """(tile arguments, warps, pipeline stages) of _tree_gate_fused. COLUMNS, of each matrix product, is at least 16."""
     depth = (num_experts - 1).bit_length()
     columns, layout = max(1 << depth, 16), _layout(num_experts)
     blocks = {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth, "LAYOUT": layout}
@@ -43,7 +44,7 @@ def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
 
 
 def _layout(num_experts: int, upwards: bool = False) -> int:
-    """The layout of the leaves. Upwards each level halves the row, so GROUPS is not possible."""
+    """The layout of the leaves. Backward (upwards) sums pairs of neighbouring places, so it cannot use GROUPS."""
     if num_experts & (num_experts - 1) == 0:
         return FULL.value
     return GROUPS.value if num_experts % 16 == 0 and not upwards else MIXED.value
@@ -51,17 +52,17 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 
 @triton.jit
 def _share(t, sign, half, slope):
-    """1/2 + sign t / gamma, for t from -gamma / 2 to gamma / 2. half: gamma / 2; slope: 1 / gamma.
+    """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    Near 0 the result has full relative precision, as the sum of sign t and gamma / 2 is exact there. At the other end
-    it is 1 up to a rounding or two, and its smooth step is 1.
+    A result near 0 has full precision, as the sum of sign t and gamma / 2 is then exact. If sign t is gamma / 2, the
+    result is 1 up to two roundings, and its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
 
 @triton.jit
 def _clamp(t, half):
-    """t clamped to [-half, half]. NaN stays NaN."""
+    """t clamped to [-half, half]; NaN stays NaN."""
     t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
 
@@ -70,8 +71,8 @@ def _clamp(t, half):
 def _derivative(t, left, right, half, slope):
     """d/dt of a h(t) + b (1 - h(t)), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h).
 
-    With u = t / gamma + 1/2 and w = 1 - u, h' / h is 6 w / (gamma u (3 - 2u)) and h' / (1 - h) is the same with u and w
-    exchanged.
+    h is the smooth step. With u = t / gamma + 1/2 and w = 1 - u, h' / h is 6 w / (gamma u (3 - 2u)); h' / (1 - h) has u
+    and w exchanged. The result is 0 if the step is saturated.
     """
     t = _clamp(t, half)
     u, w = _share(t, 1.0, half, slope), _share(t, -1.0, half, slope)
@@ -83,9 +84,9 @@ def _derivative(t, left, right, half, slope):
 
 @triton.jit
 def _experts(E, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
-    """The expert of each place, and whether it has one."""
+    """(expert, leaf): the expert of each place, and whether the place has a leaf."""
     place = tl.arange(0, 1 << DEPTH)
-    deep = 2 * E - (1 << DEPTH)
+    deep = 2 * E - (1 << DEPTH)  # number of leaves at the last level
     if LAYOUT == FULL:
         return place, place >= 0
     elif LAYOUT == GROUPS:
@@ -101,22 +102,22 @@ def _smooth(u):
 
 @triton.jit
 def _node(node_ptr, exists):
-    """The logit of a node; +inf, which goes left, where there is no node."""
+    """The logit of a node, or +inf if it does not exist: its smooth step is 1, to the left."""
     return tl.load(node_ptr, mask=exists, other=float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
-    """Probability of each place below a node, from the node's own, v: (BLOCK_T, groups, 2^LEVELS), a group in a thread.
+    """(BLOCK_T, groups, 2^LEVELS): probability of each place below one node of every group. v: that of the node.
 
-    `first`, at first_ptr, is the number of the left-most node of this level below the group's root. The node is
-    addressed as the one INDEX to its right: adding a constant to a pointer takes no instruction.
+    first: number of the left-most node of the same level in the group; its logit is at first_ptr. The node is INDEX
+    nodes further to the right. INDEX is a constant, since adding a constant to a pointer takes no instruction.
     """
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
     size = tl.minimum(tl.abs(t), half, propagate_nan=tl.PropagateNan.ALL)
     less = v * _smooth(_share(size, -1.0, half, slope))
-    more = v - less  # at least half of v, so to full relative precision
+    more = v - less  # at least v / 2, so nothing cancels
     left, right = tl.where(t < 0, less, more), tl.where(t < 0, more, less)
     if LEVELS == 1:
         return tl.join(left, right)
@@ -131,17 +132,17 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
 
 @triton.jit
 def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
-    """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1.
+    """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose logits are row `row` (E - 1) of nodes_ptr.
 
-    A thread has a group of 16 places, or all if they are fewer. It computes one side of each node above the group's
-    root, and both sides of that root and of all nodes below it. The root of the tree is number 1, the children of
-    number n are 2 n and 2 n + 1.
+    Places are computed in groups of 16, or in one group if they are fewer: first the probability of the group's root,
+    then both children of this root and of all nodes below it (_below). Node 1 is the root of the tree; node n has the
+    children 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
     root = (1 << ABOVE) + group
     valid = real[:, None]
-    if LAYOUT == GROUPS:  # Groups on the right have their root a level higher.
+    if LAYOUT == GROUPS:  # the roots of groups on the right are a level higher
         root -= tl.where(16 * group < 2 * E - (1 << DEPTH), 0, E // 16)
         valid = valid & (16 * group < E)[None, :]
     nodes_ptr += row[:, None] * (E - 1) - 1
@@ -150,7 +151,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
         child = root >> (level - 1)
         sign = 1.0 - 2.0 * (child % 2)
         exists = valid
-        if LAYOUT == GROUPS:  # A path that is a level shorter begins without a node.
+        if LAYOUT == GROUPS:  # a path that is a level shorter has no node here: a factor of 1
             sign = tl.where(child > 1, sign, 1.0)
             exists = valid & (child > 1)[None, :]
         t = _clamp(_node(nodes_ptr + (child // 2)[None, :], exists), half)
@@ -163,7 +164,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
 
 @triton.jit
 def _weighed(v, EPSILON: tl.constexpr):
-    """A leaf's factor in the softmax: its probability, plus a constant in a parity mode."""
+    """A leaf's factor in the softmax: its probability plus EPSILON, above 0 only with `parity` (ops/tree_gate.py)."""
     if EPSILON > 0:
         v += EPSILON
     return v
@@ -175,19 +176,19 @@ def _gates(
     leaf_logits_ptr,  # (T, K, E) contiguous
     gates_ptr,  # (T, E) contiguous
     leaf_probs_ptr,  # (T, K, E) contiguous
-    first,  # token
+    first,  # first token
     T,
     K,
     E,
     half,  # gamma / 2
     slope,  # 1 / gamma
-    least,  # smallest probability of a leaf that counts
-    EPSILON: tl.constexpr,  # added to probabilities in a parity mode
+    least,  # leaves of smaller probability do not count in the softmax
+    EPSILON: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Stores gates and leaf probabilities of BLOCK_T tokens from `first` on."""
+    """Stores gates and leaf probabilities of BLOCK_T tokens."""
     split_logits_ptr += first * K * (E - 1)
     leaf_logits_ptr += first * K * E
     leaf_probs_ptr += first * K * E
@@ -208,17 +209,17 @@ def _gates(
         terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
-    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: if only one leaf counts, its gate is 1
+    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: a gate is 1 if no other expert counts
     at = gates_ptr + first * E + token[:, None] * E + expert
     tl.store(at, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _tree_gate_fwd(
-    split_logits_ptr,  # (T, K, E - 1) contiguous
-    leaf_logits_ptr,  # (T, K, E) contiguous
-    gates_ptr,  # (T, E) contiguous
-    leaf_probs_ptr,  # (T, K, E) contiguous
+    split_logits_ptr,
+    leaf_logits_ptr,
+    gates_ptr,
+    leaf_probs_ptr,
     T,
     K,
     E,
@@ -282,14 +283,14 @@ def _tree_gate_bwd(
         dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
         highest = higher
     grad -= (dot / total)[:, None]
-    # Reads and computes each tree again: K trees do not fit registers.
+    # Computes each tree again: K trees would not fit in registers.
     for k in range(K):
         row = token * K + k
         v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # `total` is at least the weighed v of one leaf that counts, so share is finite. share * grad may overflow, so
+        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow, so
         # share is multiplied by v first.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
@@ -321,7 +322,7 @@ def _tree_gate_fused(
     split_logits_ptr,  # (T, 1, E - 1) contiguous
     leaf_logits_ptr,  # (T, 1, E) contiguous
     T,
-    P_16,  # P / 16: the compiler then knows that rows are aligned to 16 bytes
+    P_16,  # P / 16, so that the compiler knows that rows are aligned to 16 bytes
     E,
     half,
     slope,
@@ -363,7 +364,7 @@ def _tree_gate_fused(
     tl.store(at, splits.to(x_ptr.dtype.element_ty), mask=real[:, None] & node)
     at = leaf_logits_ptr + first * E + token[:, None] * E + column
     tl.store(at, leaves.to(x_ptr.dtype.element_ty), mask=real[:, None] & leaf)
-    # _gates reads from L1 what this program has stored: logits rounded to the dtype of x, as backward reads them.
+    # _gates reads the logits that other threads have stored, rounded to the dtype of x as in backward.
     tl.debug_barrier()
     _gates(
         split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, first,
@@ -427,7 +428,7 @@ def _numbers(gamma: float, mode: str) -> dict[str, float]:
 
 
 def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool:
-    """Whether tree_gate_fused_fwd takes these: 16 bits, for tensor cores, one tree, few experts, P a multiple of 16."""
+    """Whether tree_gate_fused_fwd takes these tensors: 16-bit dtype, one tree, few experts, P a multiple of 16."""
     num_trees, num_experts, dim = leaf_weight.shape
     return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MAX_FUSED_EXPERTS and dim % 16 == 0
 
@@ -451,8 +452,7 @@ def tree_gate_fused_fwd(
     biases = [x if bias is None else bias.contiguous() for bias in (split_bias, leaf_bias)]
     given = (split_bias is not None) + 2 * (leaf_bias is not None)
     blocks, warps, stages = _fused_blocks(num_experts)
-    # The interpreter multiplies bfloat16 as integers.
-    widen = triton.knobs.runtime.interpret
+    widen = triton.knobs.runtime.interpret  # the interpreter would multiply bfloat16 as integers
     launch(
         _tree_gate_fused, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
         x, split_weight.contiguous(), leaf_weight.contiguous(), *biases, gates, leaf_probs, split_logits, leaf_logits,
