@@ -88,8 +88,8 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
   }
 }
 
-// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows. Rows of zeros have the
-// address `anywhere`. Nothing is read for them, nor past num_k, where an address may be behind the matrix.
+// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows. Rows of zeros have
+// the address `anywhere`. Nothing is read for them, nor past num_k, where an address may be behind the matrix.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -128,8 +128,8 @@ class AlongK {
   }
 };
 
-// OUTER columns of a matrix that is contiguous along the outer index, with one row for each k. For rows past the last
-// k, addresses are behind the matrix, but nothing is read there.
+// OUTER columns of a matrix that is contiguous along the outer index, with one row for each k. Past num_k nothing is
+// read, and an address may be behind the matrix.
 template <class T, class Tile, int OUTER>
 class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -325,8 +325,8 @@ __device__ __forceinline__ void read_sums(const float* from, Piece& values) {
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Reads the first `count` of 8 neighbouring elements as float32; the others become 0. `vectorized`: `from` is a
-// multiple of 16 bytes.
+// Reads the first `count` of 8 neighbouring elements as float32; the others become 0. `vectorized`: the
+// address `from` is a multiple of 16.
 template <class T>
 __device__ __forceinline__ void read_piece(const T* from, int count, bool vectorized, Piece& values) {
   if (vectorized && count >= kPiece) {

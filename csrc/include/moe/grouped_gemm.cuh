@@ -29,7 +29,6 @@ struct GroupedGemm {
   int row_tiles, column_tiles;  // set by launch_with_tile
 };
 
-// The rows of a tile.
 struct TileRows {
   int expert;  // -1 for unused rows: those from expert_offsets[E] on
   int64_t first;
@@ -75,7 +74,7 @@ struct Bias {
   const T* values;  // (E, Dout), or nullptr
   int64_t stride;   // elements from expert to expert
 
-  // Adds the bias of `count` columns (at most 8) from `column` on to `sums`. Does nothing without a bias or expert.
+  // Adds the bias of up to 8 columns, from `column` on, to `sums`. Does nothing without a bias or for unused rows.
   __device__ void add(int expert, int column, int count, bool vectorized, Piece& sums) const {
     if (!values || expert < 0) return;
     Piece bias;
@@ -84,7 +83,7 @@ struct Bias {
     for (int d = 0; d < kPiece; d++) sums[d] += bias[d];
   }
 
-  // The inner product of the bias and `with` over `count` columns (at most 8) from `column` on.
+  // The inner product of the bias and `with` over up to 8 columns, from `column` on.
   __device__ float dot(int expert, int column, int count, bool vectorized, const Piece& with) const {
     Piece bias;
     read_piece(values + expert * stride + column, count, vectorized, bias);
