@@ -206,9 +206,9 @@ inline Vec<double> exp(Vec<double> x) {
 }
 
 // exp((a - b) * scale) in float with an error of at most 2 units in the last place, for (a - b) * scale from -80 to 80
-// and a scale from 1e-30 to 1e30. With d = a - b, the result is 2^n times a Taylor polynomial up to r^7, with r = (d -
-// n log 2 / scale + lost) * scale, where `lost` is the exact rounding error of d. log 2 / scale is split into high +
-// low, so that n * high is exact.
+// and a scale from 1e-30 to 1e30. With d = a - b, the result is 2^n times a Taylor polynomial up to r^7, with
+// r = (d - n log 2 / scale + lost) * scale. `lost` is the exact rounding error of d. log 2 / scale is split into high
+// and low, so that n * high is exact.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

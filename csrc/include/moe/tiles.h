@@ -1,8 +1,8 @@
 // Matrix products C = A B that are small enough for the caches. A tile of C is in registers. A panel, a few vectors
 // wide, of the columns of B is packed and padded with zeros, or read in place. Every tile adds the terms of an element
 // in the order of k, so a result depends neither on the number of threads nor on other rows. Its rounding depends on
-// the processor, which decides whether terms are added in pairs (pairs.h) and where callers split long sums (kDepth in
-// cpu/grouped_gemm.h).
+// the processor: on fused multiply-adds, on products of pairs (pairs.h), and on where callers split long sums (kDepth
+// in cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Prefetcher {
   };
   Piece pieces[2];  // memory of the next product
   int64_t steps;    // steps of the inner loop that this product still has
-  bool fresh;       // prefetches the memory of the sums too, if it is new: saves a tenth of a product's time
+  bool fresh;       // the memory of the sums is new, and is prefetched too: saves a tenth of a product's time
   // Cache lines to prefetch before `pieces`, for the next panels. A tile of n steps prefetches one line from each of n
   // rows that are next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
   struct Lines {
@@ -95,8 +95,8 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
 // The left side A (rows, depth) of a product, in one of three layouts.
 //   step = 1: element (m, k) is at[m * row + k].
 //   row = 1, step = kPackRows, packed = null: packed. Each block of kPackRows rows is stored as (depth, kPackRows).
-//   row = 1, packed not null: element (m, k) is at[m + k * step]. Tiles of kTileRows rows are copied to `packed`, in the
-//   packed layout, while they are multiplied. The caller has already packed the rows after the last whole tile.
+//   row = 1, packed not null: element (m, k) is at[m + k * step]. Tiles of kTileRows rows are copied to `packed`, in
+//   the packed layout, while they are multiplied. The caller has already packed the rows after the last whole tile.
 template <class T>
 struct Left {
   const T* at;
@@ -224,8 +224,8 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // of four rows (0.9 of the time for 8 rows). Not if a is or becomes packed: a tile could cross the end of a packed
-    // block.
+    // of four rows (0.9 of the time for 8 rows). This excludes an a that is packed or
+    // is being packed, since a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
