@@ -113,7 +113,7 @@ def hidden_bwd(
 def mlp(
     native, x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre
 ) -> tuple[Tensor, Tensor] | None:
-    """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp excludes it, or an index is out of range.
+    """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
 
     plan: expert_offsets, row_token and slot_row. If it is None, C++ makes the plan from experts (T, K); ids from E on
     are no choices.
