@@ -119,7 +119,7 @@ def operations() -> list[str]:
 
 
 def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Placement:
-    """The device type on which `backend` can run `op` in `dtype` here (cuda before cpu), or the reason why it cannot."""
+    """The device type on which `backend` runs `op` in `dtype` here, cuda before cpu, or the reason why it cannot."""
     reason = ""
     for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
         problem = backends.unsupported(backend, op, device, dtype)

@@ -25,8 +25,7 @@ class RoutingPlan:
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices has the row
         slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
-        requested      (E)             choices that name the expert; plan_priority: tokens that score it highest;
-                                       plan_expert_choice: as kept
+        requested      (E)             choices per expert; plan_priority: first choices; plan_expert_choice: as kept
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 

@@ -1,5 +1,4 @@
-// Activations and their derivatives as plain arithmetic, so that loops over them vectorise. Definition:
-// python_ref/grouped_gemm.py.
+// Activations and their derivatives as plain arithmetic, which vectorises (definition: python_ref/grouped_gemm.py).
 #pragma once
 
 #include <cmath>
@@ -91,8 +90,7 @@ inline Sloped<T> sloped(T x) {
 }
 
 // Functions that apply an activation to `count` elements of a row. value: out = act(pre), times `up` (the linear parts)
-// if gated. slope: the gradients to pre and, if gated, to up, from the gradient to out. An output may be the same array
-// as any input.
+// if gated. slope: the gradients to pre and, if gated, to up. An output may be the same array as any input.
 template <class T>
 struct ActivationRow {
   bool gated;

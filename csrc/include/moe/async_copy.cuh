@@ -5,9 +5,8 @@
 
 namespace moe {
 
-// Copies the first `valid` of BYTES bytes from global memory at `source` to shared memory, and writes zeros for the
-// rest. Both addresses must be multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its
-// matrix.
+// Copies the first `valid` of BYTES bytes from global memory at `source` to shared memory, and zeros for the rest. Both
+// addresses are multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its matrix.
 template <int BYTES>
 __device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

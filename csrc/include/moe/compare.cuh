@@ -1,5 +1,4 @@
-// Compares numbers with a threshold: one number of 32 bits in a register, or two of 16 bits. A number reaches a
-// threshold if it is greater or equal.
+// Comparisons of numbers of 32 or 16 bits with a threshold. A number reaches a threshold if it is greater or equal.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -48,9 +47,9 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-// Compares the two 16-bit halves of x with those of y, as unsigned integers. Bits 15 and 31 of the result say whether
-// the lower and the upper half of x reach those of y; the other bits have no meaning. If the high bits of two halves
-// differ, they decide. Otherwise the low 15 bits do; their subtraction cannot borrow from the other half.
+// Bits 15 and 31 of the result: whether the lower and the upper half of x reach those of y, as unsigned integers. The
+// other bits have no meaning. If the high bits of two halves differ, they decide, else the low 15 bits: their
+// subtraction cannot borrow from the other half.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);
@@ -68,8 +67,7 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #endif
 }
 
-// Returns how many 16-bit halves of some words are all ones, if every other half is zero. sum: minus the sum of the
-// words.
+// Returns how many halves are all ones, in words whose other halves are all zeros. sum: minus the sum of the words.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

@@ -1,5 +1,4 @@
-// Codes of element types, the same as in moe_kernels/backends/_addresses.py. Plain C++: the CPU kernels and the CUDA
-// kernels include this.
+// Codes of element types, as in moe_kernels/backends/_addresses.py. Plain C++: CPU and CUDA kernels include this.
 #pragma once
 
 #include <cstdint>

@@ -24,9 +24,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// widen converts bits to a value, exactly. narrow converts a value to bits, rounded to nearest even. Both keep NaN.
-// decode and encode do the same for values without a sign. encode truncates, which is cheaper than rounding and
-// accurate enough for the search for a threshold.
+// widen converts bits to a value, exactly; narrow a value to bits, rounded to nearest even. Both keep NaN. decode and
+// encode convert values without a sign; encode truncates, which is cheaper and enough to search a threshold.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -77,8 +76,8 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the last
-    // bit that is kept rounds to nearest even.
+    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the parity
+    // rounds to nearest even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
@@ -87,7 +86,7 @@ struct Float16 {
   }
 };
 
-// The key of an element: its bits without the sign, negated for a negative value. So -0 and +0 have the same key. Every
+// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key, and every
 // NaN has the key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
@@ -97,7 +96,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key. The code has no branches, because the sign of a threshold near zero is unpredictable.
+// The value of a key, without branches: the sign of a threshold near zero is unpredictable.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -107,8 +106,7 @@ inline typename F::Wide value_of(typename F::Key key) {
   return bits_as<typename F::Wide>(Bits(size | (Bits(sign) & std::numeric_limits<Bits>::min())));
 }
 
-// The value of a key, or 0 if the value is not finite. The comparison is unsigned, because the lowest integer has no
-// positive counterpart.
+// The value of a key, or 0 if it is not finite. (Compared unsigned: the lowest integer has no positive counterpart.)
 template <class F>
 inline typename F::Wide finite_or_zero(typename F::Key key) {
   using Key = typename F::Key;
@@ -125,7 +123,6 @@ inline typename F::Key key_near(typename F::Wide value) {
   return Key((F::encode(std::abs(value)) ^ sign) - sign);
 }
 
-// Calls work(F()), where F is the format of `dtype`.
 template <class Work>
 inline void with_format(int dtype, Work work) {
   switch (DType(dtype)) {

@@ -46,10 +46,10 @@ using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// The offset of a piece in a staged matrix with COLUMNS columns, in elements. ldmatrix reads the same piece of 8 rows
-// at once. To avoid bank conflicts, the 8 addresses must differ in their 16-byte part modulo 128 bytes. Therefore piece
-// p is stored in the place of piece p ^ (row % 8) if rows have 128 bytes or more, and of piece p ^ (row / 2 % 4) if
-// they have 64 bytes.
+// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads the same piece of 8 rows
+// at once. To avoid bank conflicts, these must be in different 16-byte parts of the 128 bytes of all banks. Therefore
+// piece p is stored in the place of piece p ^ (row % 8) if rows have 128 bytes or more, else (64 bytes) of piece
+// p ^ (row / 2 % 4).
 template <int COLUMNS>
 __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
@@ -57,8 +57,7 @@ __device__ __forceinline__ int staged_offset(int row, int piece) {
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
 }
 
-// The number of elements of a piece that are inside its row. The row has `left` elements from the start of the piece
-// on; `left` may be negative.
+// How many elements of a piece are inside its row. left: elements of the row from the piece's start on, maybe negative.
 template <int COPY>
 __device__ __forceinline__ int piece_length(int left) {
   if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
@@ -325,8 +324,7 @@ __device__ __forceinline__ void read_sums(const float* from, Piece& values) {
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Reads the first `count` of 8 neighbouring elements as float32; the others become 0. `vectorized`: the
-// address `from` is a multiple of 16.
+// Reads the first `count` of 8 neighbouring elements; the others become 0. `vectorized`: `from` is aligned to 16 bytes.
 template <class T>
 __device__ __forceinline__ void read_piece(const T* from, int count, bool vectorized, Piece& values) {
   if (vectorized && count >= kPiece) {
@@ -349,8 +347,8 @@ __device__ __forceinline__ void write_piece(T* to, int count, bool vectorized, c
   }
 }
 
-// The tile of block `index` among rows x columns tiles. Blocks take eight rows of tiles at a time, column by column.
-// Blocks that run at the same time then share rows of A and columns of B in the L2 cache.
+// The tile of block `index` among rows x columns tiles. Blocks take groups of eight rows of tiles, column by column, so
+// that blocks that run at the same time share rows and columns in the L2 cache.
 struct TileIndex {
   int row, column;
 

@@ -1,8 +1,7 @@
-// Grouped GEMM: rows sorted (or gathered) by expert, times the weights of their experts. An epilogue computes results
-// from the sums of a tile; csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. A block calls
-// its epilogue once if its tile has rows. The sums are then in shared memory (stage_sums of moe/gemm.cuh).
-// gated_columns() of the epilogue returns whether the columns of the product are gates, then linear parts. A constexpr
-// gated_columns() saves registers.
+// Grouped GEMM: rows sorted (or gathered) by expert, times the weights of their experts. An epilogue (in csrc/cuda:
+// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block whose tile has rows calls
+// its epilogue once, with the sums in shared memory (stage_sums of gemm.cuh). gated_columns() of the epilogue returns
+// whether columns of the product are gates, then linear parts; if it is constexpr, this saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -35,9 +34,8 @@ struct TileRows {
   int count;  // 0 or negative if the tile is empty
 };
 
-// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for the
-// expert's rows; unused rows count as rows of expert E. A warp finds e in one round of 32 probes for up to 31 experts,
-// and in two rounds for up to 1023.
+// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
+// Unused rows count as rows of expert E. A warp finds e among up to 1023 experts in two rounds of 32 probes.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -56,8 +54,8 @@ __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_expe
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their N / 2 linear parts. at(c): the
-// column of the product. left(c): how many neighbours from c on are inside the matrix; it may be negative.
+// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. left(c): columns
+// from c on that are inside the matrix, maybe negative.
 template <int N>
 struct Columns {
   int first, end;  // first column, and end of all neighbours or gates; gate i has its linear part in column end + i
@@ -156,7 +154,6 @@ cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cuda
                 gemm, epilogue);
 }
 
-// Launches the kernel with the tile that fits the sizes and strides. Without rows it launches nothing.
 template <class T, class Epilogue>
 cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epilogue, cudaStream_t stream) {
   if (gemm.num_rows == 0) return cudaSuccess;
@@ -181,7 +178,6 @@ inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_
          din <= kMaxRow && dout >= 0 && dout <= kMaxRow;
 }
 
-// Calls run(T{}) with the element type T of `dtype`, which must be bfloat16 or float16.
 template <class Run>
 cudaError_t with_16_bits(int dtype, Run run) {
   switch (dtype) {

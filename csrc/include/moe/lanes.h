@@ -47,8 +47,8 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x + 0 would change -0
 }
 
-// load_as and store_as convert between a Vec<T> and as many elements of type U in memory. They use intrinsics where the
-// compiler would convert half a vector at a time.
+// load_as and store_as convert as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler
+// would convert half a vector at a time.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -79,8 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose: swaps the lanes of `upper` that have bit `step` in their index with the lanes of `lower` that do
-// not.
+// A step of transpose: exchanges the lanes of `upper` with bit `step` in their index and those of `lower` without it.
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -134,8 +133,8 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x of normal x, with an error of at most a unit in the last place. With AVX-512 an estimate has 14 correct bits,
-// and each Newton step doubles their number.
+// 1 / x of normal x to a unit in the last place. AVX-512: 14 bits of an estimate are correct, and twice as many after a
+// Newton step.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -155,8 +154,8 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x of normal x with a relative error of at most 2^-42, for results that are rounded to float. With AVX-512 one
-// step of third order takes an instruction less than two Newton steps.
+// 1 / x of normal x to 2^-42, for results rounded to float. AVX-512: one step of third order takes an instruction less
+// than two Newton steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;

@@ -45,16 +45,15 @@ inline bool multiplies_pairs() { return false; }
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 
-// In every lane, `sum` plus the two products of the pairs x and y, each added with one rounding. Subnormal numbers
-// count as zero.
+// In every lane, `sum` plus both products of the pairs x and y, each added with one rounding. Subnormals count as zero.
 MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
 
 // Writes `sum`, or c + sum if `more`, to the first `columns` elements of `to`, in bfloat16.
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// Writes to (pairs_of(rows), count). Its row i pairs each element of row 2 i with that of row 2 i + 1, or with zero if
-// there is no row 2 i + 1. Rows are read as in Elements::widen (elements.h).
+// to (pairs_of(rows), count): row i pairs the elements of rows 2 i and 2 i + 1, with zeros for a missing last row. Rows
+// are read as in Elements::widen (elements.h).
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 

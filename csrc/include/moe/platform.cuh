@@ -13,8 +13,7 @@
 
 namespace moe {
 
-// Hides `value` from the compiler, which computes expressions of `value` again after this point, instead of keeping
-// their results in registers.
+// Hides `value` from the compiler: expressions of `value` are computed again after this point, not kept in registers.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

@@ -1,5 +1,4 @@
-// Access to rows in pieces of 16 bytes or less, conversion of the elements to float32, and a grid with a thread for
-// each piece.
+// Rows in pieces of 16 bytes or less: conversion to float32, and a grid with a thread for each piece.
 #pragma once
 
 #include <algorithm>
@@ -78,8 +77,7 @@ __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
 }
 
-// Writes zeros to rows [used, num_rows). A thread takes its pieces of row used + rank and of every ranks-th row after
-// it.
+// Writes zeros to rows [used, num_rows): this thread's pieces of row used + rank and of every ranks-th row after it.
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {

@@ -17,9 +17,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile has kTileRows rows of kTileVectors vectors: 24 of the 32 registers of AVX-512, or 12 of the 16 of other
-// instruction sets. With AVX-512, tiles of 12 x 2 vectors are a tenth slower: they take 14 loads for 24 products
-// instead of 10.
+// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of other sets. With
+// AVX-512, 12 x 2 vectors are a tenth slower: 14 loads for 24 products instead of 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4;
@@ -31,9 +30,8 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches memory of the next product during this product. Without prefetches, 64 rows times a 128 x 128 weight that
-// is in no cache take 1.5 times as long. Each step of the inner loop (over k) has one prefetch, since a processor waits
-// if about a dozen are in flight.
+// Prefetches memory of the next product during this product. Without this, 64 rows times a 128 x 128 weight in no cache
+// take 1.5 times as long. Each step over k has one prefetch, since a processor waits with about a dozen in flight.
 struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
@@ -146,10 +144,9 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
 
-  // Computes `left` rows from row i on, as a tile of M rows, with M / 2 < left <= M. The second half of the tile ends
-  // with the last row, so some rows are computed twice if left < M. Rows of the second half are at a constant distance
-  // from those of the first half. Therefore one pointer, at[m], serves row m of both halves, with offset `upper` or
-  // `lower`.
+  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so some
+  // rows are computed twice if left < M. Both halves are at a constant distance, so the pointer at[m] serves row m of
+  // both, with offset `upper` or `lower`.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -209,8 +206,8 @@ struct PanelProduct {
     }
   }
 
-  // Computes the tiles of rows first to last - 1. The loop has a function of its own, and a copy of *this that no store
-  // can change, so that addresses stay in registers: this saves 2 % of the time.
+  // The tiles of rows first to last - 1. The loop is a function of its own with a copy of *this that no store can change,
+  // so that addresses stay in registers: saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
     const PanelProduct own = *this;

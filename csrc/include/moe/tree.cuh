@@ -44,7 +44,6 @@ struct SmoothStep {
 
   explicit SmoothStep(float gamma) : half(0.5f * gamma), slope(1.0f / gamma) {}
 
-  // t clamped to [-gamma / 2, gamma / 2]; NaN for NaN.
   __device__ float clamp(float t) const { return least_or_nan(most_or_nan(t, -half), half); }
 
   // 1/2 + t / gamma of a clamped t. The relative error is small also near t = -gamma / 2, where t + gamma / 2 is exact.
