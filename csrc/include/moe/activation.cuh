@@ -13,7 +13,7 @@ enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu }
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }
 __host__ __device__ constexpr bool is_gated(int activation) { return activation >= kSwiglu; }
 
-// act(p) and its derivative at p.
+// act(p) and its derivative.
 struct Point {
   float value, slope;
 };

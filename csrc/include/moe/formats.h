@@ -76,8 +76,8 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the parity
-    // rounds to nearest even.
+    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the
+    // parity rounds to nearest even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
@@ -86,8 +86,8 @@ struct Float16 {
   }
 };
 
-// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key, and every
-// NaN has the key inf + 1.
+// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key; every NaN
+// has the key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;

@@ -22,12 +22,12 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // All ones in each element of `keys` that is at least the threshold, else 0. Each element of `threshold` is the same.
+  // All ones in each element of `keys` that is at least the threshold, else 0. All elements of `threshold` are equal.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit for each element of four masks: takes one byte of each element, keeps one bit of the byte, and adds all bytes.
+  // One bit for each element of four masks: takes a byte of each element, keeps one bit of it, and adds all bytes.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {

@@ -144,9 +144,9 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
 
-  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so some
-  // rows are computed twice if left < M. Both halves are at a constant distance, so the pointer at[m] serves row m of
-  // both, with offset `upper` or `lower`.
+  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
+  // some rows are computed twice if left < M. The distance between the halves is constant, so the pointer at[m] serves
+  // row m of both, with offset `upper` or `lower`.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -206,7 +206,7 @@ struct PanelProduct {
     }
   }
 
-  // The tiles of rows first to last - 1. The loop is a function of its own with a copy of *this that no store can change,
+  // The tiles of rows first to last - 1. The loop is a function of its own with a copy of *this that no store changes,
   // so that addresses stay in registers: saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
