@@ -86,8 +86,8 @@ struct Float16 {
   }
 };
 
-// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key; every NaN
-// has the key inf + 1.
+// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key, NaN has
+// the key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;

@@ -1,4 +1,4 @@
-// Operations on two float16 numbers in a 32-bit register. One instruction computes both halves.
+// Comparison and addition of two float16 numbers in a 32-bit register, in one instruction for both.
 #pragma once
 
 #include "moe/platform.cuh"
