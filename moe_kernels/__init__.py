@@ -1,4 +1,4 @@
-"""Fast kernels for mixtures of experts that are not the textbook kind, each verified against its definition."""
+"""Kernels for mixtures of experts in Triton, CUDA and C++, with a definition in PyTorch for every operation."""
 
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend

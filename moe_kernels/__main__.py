@@ -13,14 +13,14 @@ from moe_kernels import info, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit status: 1 for failures, 2 for a wrong command line or a --backend that ran nothing."""
+    """Runs one command and returns its exit status. A wrong command line raises SystemExit(2)."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
     train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
-    if words[:1] == ["train"]:  # arguments of train need modules that info and verify do not load
+    if words[:1] == ["train"]:  # loads modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
     study = commands.add_parser("study", help="experiments of the papers that compare no trained models, with pictures")
     if words[:1] == ["study"]:
@@ -58,18 +58,18 @@ def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     ran = sum(row.verdict == "ok" for row in rows)
     print(f"\n{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
     idle = verify.idle(args.backend, rows)
-    if idle:  # a backend requested by name that ran nothing is not verified
+    if idle:  # a backend named by --backend ran nothing
         print(f"verify: {idle}", file=sys.stderr)
     return 1 if failed else 2 if idle else 0
 
 
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without a character of the table must not end the run
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack a character of the table
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, closed the pipe; the flush at exit must not fail too
+    except BrokenPipeError:  # the reader, such as head, closed the pipe; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

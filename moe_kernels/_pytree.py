@@ -1,4 +1,4 @@
-"""Registers dataclasses of tensors as pytrees, for torch.export, torch.compile, FSDP, checkpointing and hooks."""
+"""Registers dataclasses with tensors as pytrees, for torch.export, torch.compile, FSDP, checkpointing and hooks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 
 def register(cls: type[Any], constants: tuple[str, ...] = ()) -> None:
-    """Makes cls a pytree node: the fields in `constants` are its context, the other ones its children, in order.
+    """Makes cls a pytree node. The fields in `constants` are the node's context, all other fields its children.
 
-    torch's own register_dataclass has no constants: a field that is no child comes back with its default (torch 2.13).
+    register_dataclass of torch does not keep constants: fields that are no children get their default (torch 2.13).
     """
     children = [field.name for field in fields(cls) if field.name not in constants]
 

@@ -1,4 +1,4 @@
-"""Describes this machine, what was built for it, and which backend can run which operation."""
+"""Describes this machine, the extension modules, and which backend can run which operation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """CPU, GPUs, driver and versions, as plain data that a report can carry."""
+    """CPU, GPUs, driver and versions of this machine, as plain data for reports."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def device_name(facts: dict[str, Any]) -> str:
-    """The machine's name in results: its first GPU, else its CPU."""
+    """The name of a machine in results: that of its first GPU, else of its CPU."""
     return facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"]
 
 
@@ -100,10 +100,10 @@ def version(package: str) -> str:
 
 
 def extensions() -> list[tuple[str, str]]:
-    """The extension modules and what each was built for."""
+    """Each extension module with its instruction set or CUDA version and architectures, or with its import error."""
     rows = [("_cpu", instruction_set())]
     try:
-        _cuda: Any = import_module("moe_kernels._cuda")  # its error names no path, as `from ... import` would
+        _cuda: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()
@@ -113,13 +113,13 @@ def extensions() -> list[tuple[str, str]]:
 
 
 def operations() -> list[str]:
-    """Names of the operations: of the files in moe_kernels/ops and of backends.FILES, without backends.ALIASES."""
+    """Names of all operations: files in moe_kernels/ops and keys of backends.FILES, without backends.ALIASES."""
     files = {module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")}
     return sorted((files - backends.ALIASES.keys()) | backends.FILES.keys())
 
 
 def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Placement:
-    """The device type on which `backend` runs `op` in `dtype` here, a GPU first, or the reason why it cannot."""
+    """The device type on which `backend` runs `op` in `dtype` here, cuda before cpu, or the reason why it cannot."""
     reason = ""
     for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
         problem = backends.unsupported(backend, op, device, dtype)
@@ -130,7 +130,7 @@ def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Plac
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Plain text in aligned columns."""
+    """A table as plain text with aligned columns."""
     lines = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])

@@ -1,4 +1,4 @@
-"""RoutingPlan: the row of every choice of every token, computed once on the device and used by all operations."""
+"""RoutingPlan: the row of every token's choice of an expert, computed once and used by several operations."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from moe_kernels._pytree import register
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """The row that each choice of each token gets among the rows of its expert.
+    """The assignment of the tokens' choices of experts to rows, grouped by expert.
 
-    Every kept choice has one row. Rows of expert e are expert_offsets[e] to expert_offsets[e + 1] - 1, in the order in
-    which make_plan visits choices, or by token (plan_expert_choice, plan_priority).
-    Dropped choices have no row and cost nothing in later operations.
+    Every kept choice has one row; a dropped choice has none. Rows of expert e are expert_offsets[e] to
+    expert_offsets[e + 1] - 1. They are in the order in which make_plan visits choices; after plan_expert_choice and
+    plan_priority they are in token order.
 
         num_tokens, num_experts        T, E
         expert_offsets (E + 1)         first row of every expert; the last entry is the number of rows in use
         row_token      (R)             the token in a row
-        row_choice     (R)             which of the token's K choices the row is
+        row_choice     (R)             which of the token's K choices has the row
         slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
-        requested      (E)             choices that name the expert; from plan_priority: tokens that score it highest
+        requested      (E)             choices per expert; plan_priority: first choices; plan_expert_choice: as kept
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 
-    Every array is int32, contiguous, without a gradient, and all are on one device. Operations refuse other arrays, and
-    on the CPU also values of row_token, slot_row and expert_offsets out of range. They do not check that the arrays
-    agree with each other, which is so after `make_plan`, `plan_expert_choice` and `plan_priority`.
+    All arrays are int32, contiguous, without a gradient and on one device. Operations refuse other arrays. Operations
+    that read values of row_token, slot_row or expert_offsets on the CPU refuse values out of range. They do not check
+    that the arrays agree with each other; plans of `make_plan`, `plan_expert_choice` and `plan_priority` do.
 
-    R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Rows from
-    expert_offsets[E] on are not in use and hold row_token = row_choice = -1; `dispatch` makes them zero and
-    `grouped_gemm` keeps them zero. Shapes depend on T, K, E and capacity alone.
+    R = min(T * K, E * capacity), or T * K without a capacity, so the host need not wait for the device. Rows from
+    expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros to
+    them. Shapes depend only on T, K, E and capacity.
 
     Four tokens, two choices each, two experts with room for two:
 
@@ -66,41 +66,44 @@ class RoutingPlan:
 
     @property
     def num_choices(self) -> int:
-        """K, the choices of a token."""
+        """K, the number of choices of a token."""
         return self.slot_row.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """R, the allocated rows; expert_offsets[E] of them are in use."""
+        """R, the number of allocated rows. expert_offsets[E] rows are in use."""
         return self.row_token.shape[0]
 
     @property
     def dropped_share(self) -> Tensor:
-        """Dropped choices as a share of those requested, a float32 scalar; 0 if no choice was requested."""
+        """The share of requested choices that were dropped, a float32 scalar; 0 if no choice was requested."""
         return self.dropped / self.requested.sum().clamp(min=1)
 
     @property
     def imbalance(self) -> Tensor:
-        """Requests of the busiest expert over the mean, a float32 scalar: 1 is balance, E collapse, 0 no requests."""
+        """The largest number of requests of an expert over the mean, a float32 scalar.
+
+        It is 1 if all experts have as many requests, E if one expert has all requests, and 0 without requests.
+        """
         return self.requested.max().long() * self.num_experts / self.requested.sum().clamp(min=1)
 
     @property
     def slot_expert(self) -> Tensor:
-        """(T, K) int32: the expert that has a choice's row; -1 for a dropped choice and for no choice."""
+        """(T, K) int32: the expert of a kept choice; -1 for a dropped choice and for no choice."""
         expert = torch.searchsorted(self.expert_offsets[1:], self.slot_row.clamp(min=0), right=True, out_int32=True)
         return torch.where(self.slot_row >= 0, expert, -1)
 
     @property
     def used(self) -> Tensor:
-        """(T, E) bool: the experts that a token reached."""
+        """(T, E) bool: whether a token has a row of an expert."""
         expert = torch.where(self.slot_row >= 0, self.slot_expert, self.num_experts).long()
         used = expert.new_zeros(self.num_tokens, self.num_experts + 1, dtype=torch.bool)
         return used.scatter(1, expert, True)[:, : self.num_experts]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RoutingPlan:
-        """The plan with every array on that device; this plan itself if all are there already.
+        """The plan with every array on `device`; this plan itself if all arrays are there already.
 
-        non_blocking: as in Tensor.to. If True, the host does not wait for copies from pinned memory to a GPU.
+        non_blocking: as for Tensor.to. If True, the host does not wait for copies from pinned memory to a GPU.
         """
         moved = [each.to(device, non_blocking=non_blocking) for each in self._arrays()]
         same = all(new is old for new, old in zip(moved, self._arrays(), strict=True))
@@ -111,7 +114,7 @@ class RoutingPlan:
         return RoutingPlan(self.num_tokens, self.num_experts, *(each.pin_memory() for each in self._arrays()))
 
     def state_dict(self) -> dict[str, int | Tensor]:
-        """The fields by name, a dict that torch.save writes and torch.load(weights_only=True) reads.
+        """The fields by name, a dict for torch.save and torch.load(weights_only=True).
 
         torch.save(plan.state_dict(), file);  plan = RoutingPlan.from_state_dict(torch.load(file))
         """
@@ -119,7 +122,7 @@ class RoutingPlan:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RoutingPlan:
-        """The plan of a `state_dict`.
+        """The plan with the fields of a `state_dict`.
 
         Raises:
             ValueError: fields are missing or unknown.
@@ -133,7 +136,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # torch.load calls this too, with the contents of any file, so other names are refused. Operations check shapes.
+        # torch.load calls this with the contents of any file, so unknown names are refused. Operations check shapes.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
@@ -149,18 +152,15 @@ class RoutingPlan:
         return tuple(getattr(self, each.name) for each in fields(self)[2:])
 
     def to_padded(self, rows: Tensor, capacity: int) -> Tensor:
-        """rows (R, D) -> (E, capacity, D): slot c of expert e, zeros where it is empty.
-
-        Rows in slots from `capacity` on are left out. Differentiable.
-        """
+        """rows (R, D) -> (E, capacity, D): the first `capacity` rows of every expert, then zeros. Differentiable."""
         self._check_rows("to_padded", rows, self.num_rows, 2)
         slot = torch.arange(capacity, device=rows.device, dtype=torch.int32)
         return _rows_or_zeros(rows, self.expert_offsets[:-1, None] + slot, slot < self.kept[:, None])
 
     def from_padded(self, padded: Tensor) -> Tensor:
-        """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`.
+        """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`. Differentiable.
 
-        Rows in slots from `capacity` on and rows not in use are zero. Differentiable.
+        An expert's rows after the first `capacity` are zero, and so are unused rows.
         """
         self._check_rows("from_padded", padded, self.num_experts, 3)
         capacity = padded.shape[1]
@@ -175,7 +175,7 @@ class RoutingPlan:
 
 
 def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """rows[index] where valid, zeros elsewhere; where not valid, index may be out of range."""
+    """rows[index] where `valid`, else zeros. Where not `valid`, `index` may be out of range."""
     if rows.shape[0] == 0:
         return rows.sum(0).expand(*index.shape, -1)
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)

@@ -1,10 +1,12 @@
 """Chooses the backend of an operation, and explains the choice.
 
-No table lists the kernels: backend b implements operation f if its namespace has f_fwd (the reference: f), and beside
-it f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU
-with its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by
-their names in SIZES. The backend= argument names the backend, else use_backend(), else MOE_KERNELS_BACKEND; a named
-backend never falls back to another one. Without a name the choice is automatic.
+There is no list of kernels. A backend implements operation f if its module (load) has a function f_fwd; the reference
+has f itself. f_supports(target, dtype) in the same module returns None, or the reason why f cannot run. A target is a
+device type; for a GPU it includes the compute capability, as in "cuda:8.0". f_limits(target), if it exists, returns the
+largest sizes that f takes, by their names in SIZES. Operations in MADE_OF use the functions of another operation.
+
+The argument backend= names the backend; without it use_backend() does, else MOE_KERNELS_BACKEND. A named backend never
+falls back to another one. Without a name the choice is automatic.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from moe_kernels.backends import _gpu
 
 NAMES = ("reference", "cpu", "triton", "cuda")
 
-# Automatic order by device type. cuda and triton have not been timed against each other on a GPU yet. Until then cuda
-# comes first: its sources also run under sanitizers (tests/simt).
+# Order of the automatic choice, by device type. cuda and triton were not yet timed against each other on a GPU. cuda
+# comes first because its sources also run under sanitizers (tests/simt).
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
-# Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy; Triton uses it, while
-# csrc/cuda uses mma.sync. On sm_80 both use mma.sync. Not measured either.
+# Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy: Triton uses wgmma,
+# csrc/cuda mma.sync. On sm_80 both use mma.sync. This order was not measured either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
-# Operations whose file has another name, and that file's basename.
+# The basename of an operation's file, if it is not the name of the operation.
 FILES = {
     "make_plan": "plan",
     "plan_expert_choice": "plan",
@@ -42,13 +44,13 @@ FILES = {
     "smooth_step": "tree_gate",
     "tree_route": "tree_gate",
 }
-# Other names of an operation, for explain and in the choice of its backend.
+# Other names of operations, which explain and the choice of a backend accept.
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
-# Operations without kernels of their own, and the operation whose kernels they use.
+# For operations without a module of their own: the operation that has their kernels in its module.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
 
-# Sizes that a kernel may limit, from the tensors of a call in their order.
+# Functions that return the sizes that kernels may limit. Their arguments are the first tensors of a call.
 SIZES: dict[str, Callable[..., dict[str, int]]] = {
     "sinkhorn": lambda scores: {"n": scores.shape[-1]},
     "topk_gate": lambda logits: {"E": logits.shape[-1]},
@@ -64,7 +66,7 @@ _requested: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=N
 def constant(function: _Function) -> _Function:
     """Marks a function whose result torch.compile treats as a constant.
 
-    torch.compiler.assume_constant_result does this and no more, but imports torch._dynamo: 2.7 s, 860 modules.
+    torch.compiler.assume_constant_result does the same, but imports torch._dynamo: 2.7 s, 860 modules.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -94,7 +96,9 @@ class Candidate(NamedTuple):
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block every operation runs on backend `name`, or raises BackendError. Nests; safe with threads.
+    """Inside the block every operation runs on backend `name`, or raises BackendError.
+
+    Blocks may be nested. A block applies only to its own thread.
 
     Example:
         >>> with mk.use_backend("reference"):
@@ -110,12 +114,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
-    """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace.
+    """The backend that runs `op` on a main input like x. torch.compile stores the choice when it traces a function.
 
-    For an operation in SIZES, x and `more` are the arguments of its function there. A backend whose kernels cannot take
-    these sizes is skipped.
+    For an operation in SIZES, x and `more` are the arguments of the function in SIZES. The automatic choice skips
+    backends with kernels that cannot take these sizes; a named backend raises BackendError.
     """
-    # x.is_cpu is faster than x.device, which makes a new object: 0.9 us of the 3.5 of this function.
+    # x.is_cpu is read first because x.device makes a new object, which took 0.9 of the 3.5 us of this function.
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
@@ -129,7 +133,7 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
 
 
 def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str | None:
-    """The reason why a size is above its limit, or None; the comparisons become guards of a compiled function."""
+    """The reason if a size is above its limit, else None. Comparisons become guards of a compiled function."""
     for size, limit in limits:
         if sizes[size] > limit:
             return f"it takes {size} up to {limit}, not {sizes[size]}"
@@ -142,17 +146,17 @@ def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[s
 
 
 def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
-    """The largest sizes that backend `name` takes, as (name in SIZES, number)."""
+    """The largest sizes of `op` that backend `name` takes, as pairs (name in SIZES, number)."""
     found = getattr(load(name, op), f"{op}_limits", None)
     return () if found is None else tuple(found(target).items())
 
 
-# The backend of meta tensors: operators of library/ compute the shapes of their results.
+# The backend of meta tensors: the operators of library/ then compute only shapes and dtypes.
 SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, but SHAPES for meta tensors: there the definition cannot read indices, or counts other FLOPs."""
+    """As choose, but SHAPES for meta tensors: the definition cannot read their indices, or would count other FLOPs."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 
@@ -164,13 +168,13 @@ def _choose(
     device: str,
     index: int | None,
     dtype: torch.dtype,
-    passed: tuple[tuple[str, str], ...],  # backends that sizes exclude, with the reason
+    passed: tuple[tuple[str, str], ...],  # backends that cannot take the sizes, with the reason
 ) -> str:
     return _decide(op, requested(backend), _gpu.target(device, index), dtype, passed)
 
 
 def requested(backend: str | None) -> str | None:
-    """The backend requested by argument, context or environment; None: automatic choice."""
+    """The backend named by the argument, use_backend() or the environment; None for the automatic choice."""
     return backend or _requested.get() or os.environ.get(VARIABLE) or None
 
 
@@ -217,14 +221,14 @@ def missing(name: str, op: str) -> str | None:
 
 
 def file_of(name: str, op: str) -> str:
-    """The basename of the file in which backend `name` keeps `op`: "plan" for make_plan."""
+    """The basename of the file that has `op` in python_ref or backends/triton: "plan" for make_plan."""
     op = FILES.get(op, op)
     return op if name == "reference" else MADE_OF.get(op, op)
 
 
 @cache
 def load(name: str, op: str) -> ModuleType:
-    """The namespace in which backend `name` keeps `op`."""
+    """The module that has the functions of backend `name` for `op`."""
     op = file_of(name, op)
     if name == "reference":
         return importlib.import_module(f"python_ref.{op}")
@@ -238,12 +242,12 @@ def load(name: str, op: str) -> ModuleType:
 
 
 def reconsider() -> None:
-    """Forgets earlier choices. Call it after changing what a backend can run, as tests/simt does."""
+    """Clears the cache of choices. Call it after a change of what a backend supports, as tests/simt does."""
     _decide.cache_clear()
 
 
 def candidates(op: str, target: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:
-    """Every backend, and whether it can run `op` on tensors of that target and dtype, and of these sizes if given."""
+    """For every backend, whether it can run `op` on tensors of this target and dtype, and of these sizes if given."""
     found = []
     for name in NAMES:
         reason = unsupported(name, op, target, dtype)
@@ -254,9 +258,9 @@ def candidates(op: str, target: str, dtype: torch.dtype, sizes: dict[str, int] |
 
 
 def explain(op: str, *args: object) -> list[Candidate]:
-    """Prints and returns, for every backend, whether it can run `op` on these arguments, and why not.
+    """Prints and returns, for every backend, whether it can run `op` on these arguments, and if not, why.
 
-    `explain("kwta", x, k)` marks the backend that would be chosen now with an arrow.
+    In the printed table an arrow marks the backend that a call without `backend=` would choose now.
 
     Example:
         >>> found = mk.explain("harden", torch.eye(2))

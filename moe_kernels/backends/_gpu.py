@@ -6,7 +6,7 @@ import torch
 
 
 def target(device: str, index: int | None) -> str:
-    """Device type, for a GPU with its compute capability: "cuda:8.0". GPUs of one target run the same kernels."""
+    """The device type; for a GPU with its compute capability: "cuda:8.0". GPUs of one target run the same kernels."""
     if device != "cuda" or not torch.cuda.is_available():
         return device
     major, minor = torch.cuda.get_device_capability(index)
@@ -14,7 +14,7 @@ def target(device: str, index: int | None) -> str:
 
 
 def capability(target: str) -> tuple[int, int] | None:
-    """The compute capability in `target`; for "cuda" alone that of the current GPU, None without a GPU."""
+    """The compute capability in `target`. If it has none: that of the current GPU, or None without a GPU."""
     if ":" not in target and not torch.cuda.is_available():
         return None
     if ":" not in target:
@@ -24,12 +24,13 @@ def capability(target: str) -> tuple[int, int] | None:
 
 
 def unsupported(target: str, architectures: str, built_with: int, driver: int) -> str | None:
-    """None if code for `architectures` (such as "8.0;9.0+PTX") runs on the GPU of `target`, else the reason.
+    """The reason why code for `architectures` (such as "8.0;9.0+PTX") cannot run on the GPU of `target`, or None.
 
-    Machine code for X.Y runs on capability X.Z with Z >= Y, if the driver has the same major CUDA version or a later
-    one. A driver at least as new as the toolkit compiles PTX for X.Y on X.Y and all later capabilities. A letter after
-    the number, as in 9.0a, binds the code to X.Y itself. built_with, driver: versions as CUDA counts them, 13000 is
-    13.0.
+    None means that the code can run, or that there is no GPU.
+
+    Machine code for X.Y runs on capability X.Z with Z >= Y, if the driver's major CUDA version is at least that of the
+    toolkit. A driver at least as new as the toolkit compiles PTX for X.Y on X.Y and all later capabilities. Code with a
+    letter after the number, as 9.0a, runs only on X.Y. built_with, driver: CUDA versions as numbers, 13000 for 13.0.
     """
     found = capability(target)
     if found is None:
@@ -52,5 +53,5 @@ def unsupported(target: str, architectures: str, built_with: int, driver: int) -
 
 
 def version(number: int) -> str:
-    """CUDA's version as text: 13.0 for 13000."""
+    """A CUDA version as text: "13.0" for 13000."""
     return f"{number // 1000}.{number % 1000 // 10}"

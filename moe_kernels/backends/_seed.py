@@ -1,4 +1,4 @@
-"""The quantile from which kWTA's search for a threshold starts."""
+"""The normal quantile with which the search for the threshold of k-winner-take-all starts."""
 
 from functools import cache
 from statistics import NormalDist
@@ -6,5 +6,5 @@ from statistics import NormalDist
 
 @cache
 def normal_quantile(k: int, n: int) -> float:
-    """The threshold that k of n normal values exceed, in standard deviations above the mean; 0 if k is 0 or n."""
+    """The value that about k of n standard normal values exceed; 0 if k is 0 or n."""
     return NormalDist().inv_cdf(1 - (k - 0.5) / n) if 0 < k < n else 0.0

@@ -1,4 +1,4 @@
-"""CPU tensors: csrc/cpu, in the widest vectors that this machine has."""
+"""The backend "cpu": csrc/cpu, by default with the widest vectors of this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ device_type = "cpu"
 
 
 def _isa(name: str | None) -> int:
-    """Index of instruction set `name`; without a name, of the widest one of this machine."""
+    """The index of instruction set `name`; without a name, of the widest set of this machine."""
     if name and name not in module.isas:
         raise ValueError(f"MOE_KERNELS_CPU_ISA must be one of {', '.join(module.isas)} on this machine; got {name!r}")
     return module.isas.index(name or module.isas[-1])
@@ -51,7 +51,7 @@ pointer = partial(_addresses.pointer, device_type)
 
 
 def chunks(elements: int) -> int:
-    """Number of threads for that many elements; each needs its own scratch memory."""
+    """Number of threads for so many elements. Each thread needs a scratch buffer."""
     return 1 if elements < _SERIAL else torch.get_num_threads()
 
 
@@ -63,19 +63,21 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for the number of requests of each chunk of tokens to each expert: (chunks, K, E) if `order` is "choice",
-    else (chunks, 1, E)."""
+    """Scratch for make_plan: how often each chunk of tokens requests each expert.
+
+    The shape is (chunks, K, E) if `order` is "choice", else (chunks, 1, E).
+    """
     segments = experts.shape[1] if order == "choice" else 1
     return experts.new_empty((chunks(experts.numel()), segments, num_experts), dtype=torch.int32)
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """Matrices and vectors for each thread, (threads, bytes). If n <= 16 an element has 64 bytes, for several matrices
-    at a time; else a row is n doubles, padded to a multiple of 16."""
+    """Scratch for matrices and vectors, (threads, bytes). For n <= 16 a thread computes several matrices at a time, and
+    an element takes 64 bytes. For larger n a row is n doubles, padded to a multiple of 16."""
     n = scores.shape[-1]
-    packed = n <= 16  # then an element of the staged scores and gradients has 128 bytes
-    # Backward keeps up to seven vectors of every iteration: three of rows, three of columns, and which matrices it
-    # updated. One more is spare.
+    packed = n <= 16  # if packed, an element of the input scores and gradients takes 128 bytes
+    # Backward keeps at most seven vectors per iteration: three for rows, three for columns, and one for the matrices
+    # that the iteration updated. The eighth is spare.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16
@@ -83,10 +85,14 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 
 
 def call(name: str, work: Tensor | int, *args: Any, passes: int = 1) -> int:
-    """Calls a C++ function (see native/) and returns its result: 0, or 1 if an index is out of range.
+    """Calls C++ function `name` (see native/). Returns 0, or 1 if an index is out of range.
 
-    csrc/cpu/module.cpp takes off the first two arguments: the instruction set, and whether to release the GIL.
-    work: elements that the kernel works on, or a tensor of as many; passes: how often it works on them.
+    csrc/cpu/module.cpp itself uses two arguments before those of the kernel: the instruction set, and whether to
+    release the GIL. The last argument of a kernel is the number of threads.
+
+    Args:
+        work: number of elements that the kernel works on, or a tensor with this number.
+        passes: how often the kernel works on each element.
     """
     elements = work.numel() if isinstance(work, Tensor) else work
     numbers = _addresses.as_numbers(device_type, name, args)
@@ -103,7 +109,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return _supports(device, torch.float32)  # depends on the device only: experts are int32 or int64
+    return _supports(device, torch.float32)  # the dtype does not matter: experts are int32 or int64
 
 
 kwta_fwd = partial(kwta.fwd, _self)

@@ -1,4 +1,4 @@
-"""CUDA tensors: csrc/cuda, on the current stream of the tensor's device."""
+"""The backend "cuda": csrc/cuda, on the current stream of the tensor's device."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"
 
-# tests/simt runs the same launchers on the host: it sets `module` to its own and device_type to "cpu".
+# tests/simt and tests/ptx run the launchers on CPU tensors: they replace `module`, and set device_type to "cpu".
 device_type = "cuda"
 
-PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu reads at a time
+PLAN_TILE = 1024  # requests (a token's choice of an expert) that a block of csrc/cuda/plan.cu reads at a time
 
 _self = sys.modules[__name__]
 
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
-    """Calls a C++ function (see native/), which launches kernels on the device of `work`. Only cpu.call uses passes."""
+    """Calls C++ function `name` (see native/) on the device of `work`. `passes` is not used; cpu.call uses it."""
     numbers = _addresses.as_numbers(device_type, name, args)
     if device_type == "cpu":
         getattr(module, name)(*numbers, 0)
@@ -48,14 +48,14 @@ def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
 
 
 def chunks(elements: int) -> int:
-    """Number of scratch buffers: none, as blocks use shared memory."""
+    """Number of scratch buffers: 0, since these kernels use shared memory."""
     return 0
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for counts of requests, (chunks, E).
+    """Scratch for make_plan: how often each chunk of requests names each expert, (chunks, E).
 
-    At most 1024 chunks; fewer above 4096 experts, to keep the scratch within 16 MiB.
+    There are at most 1024 chunks, and fewer above 4096 experts: several chunks then have at most 16 MiB together.
     """
     limit = max(1, min(1024, 2**22 // num_experts))
     chunks = max(1, min(-(-experts.numel() // PLAN_TILE), limit))
@@ -63,8 +63,9 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(B, bytes). Backward: two vectors of n doubles for every iteration, then a flag (8 bytes) or, for n > 64, a
-    matrix of doubles. Forward: a flag or, for n > 64, a matrix of floats, none if p is float32."""
+    """Scratch for each matrix, (B, bytes). For n <= 64 it ends with a flag of 8 bytes: whether the matrix needs the
+    logarithmic form. For n > 64 it ends with a matrix: of doubles in backward; in forward of floats, or none if p is
+    float32. In backward two vectors of n doubles for each iteration come first."""
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)
@@ -87,7 +88,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(target: str, dtype: torch.dtype) -> str | None:
-    return _supports(target, torch.float32)  # depends on the device only: experts are int32 or int64
+    return _supports(target, torch.float32)  # the dtype does not matter: experts are int32 or int64
 
 
 def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
@@ -96,7 +97,7 @@ def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
     return _supports(target, dtype)
 
 
-TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
+TREE_GATE_ROUNDS = True  # kernels round gates and leaf probabilities to the dtype of x
 
 
 # The C++ launchers refuse larger sizes than these.

@@ -1,4 +1,4 @@
-// Activations and their derivatives as plain arithmetic, so that loops vectorise (definition: python_ref/grouped_gemm.py).
+// Activations and their derivatives as plain arithmetic, which vectorises (definition: python_ref/grouped_gemm.py).
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// The codes of moe_kernels/backends/native/activation.py.
+// The same codes as in moe_kernels/backends/native/activation.py.
 enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, swiglu = 5, geglu = 6 };
 
 constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }
@@ -19,7 +19,8 @@ struct Sloped {
   T value, slope;
 };
 
-// erf within 3 units in the last place: x P(x^2) / Q(x^2), the rational approximation of Eigen and XLA; 1 from 4 on.
+// erf(x) as x P(x^2) / Q(x^2), the rational approximation of Eigen and XLA. The error is at most 8 units in the last
+// place for |x| >= 1e-36. The result is exactly +-1 for |x| >= 4.
 inline float erf(float x) {
   const float bounded = x < -4.0f ? -4.0f : x > 4.0f ? 4.0f : x, s = bounded * bounded;
   float p = -2.72614225801306e-10f;
@@ -39,8 +40,8 @@ inline float erf(float x) {
 
 inline double erf(double x) { return std::erf(x); }
 
-// tanh within 7 units in the last place: x P(x^2) / Q(x^2), fitted for the least relative error, and exactly 1 from
-// 8.2728 on. It takes half the time of 1 - 2 / (e^(2 x) + 1), which also needs a series near 0.
+// tanh(x) as x P(x^2) / Q(x^2), fitted for the least relative error: at most 7 units in the last place. The result is
+// exactly +-1 for |x| >= 8.2728. The formula 1 - 2 / (e^(2 x) + 1) takes twice the time and needs a series near 0.
 inline float tanh(float x) {
   const float bounded = x < -8.27271175f ? -8.27271175f : x > 8.27271175f ? 8.27271175f : x, s = bounded * bounded;
   float p = 1.47124828e-8f;
@@ -54,12 +55,12 @@ inline float tanh(float x) {
   q = q * s + 4.67617154e-1f;
   q = q * s + 1.0f;
   const float y = bounded * p / q;
-  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may exceed 1 by a unit in the last place
+  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may give the number after 1
 }
 
 inline double tanh(double x) { return std::tanh(x); }
 
-// act(x); for a gated activation, the activation of its gate. relu keeps NaN.
+// act(x). For a gated activation x is the gate, and the linear part is not applied. relu returns NaN for NaN.
 template <Activation act, class T>
 inline T value_of(T x) {
   if constexpr (act == Activation::relu) return x < 0 ? T(0) : x;
@@ -88,8 +89,8 @@ inline Sloped<T> sloped(T x) {
   return {x, T(1)};
 }
 
-// The functions of an activation over a row. value: out = act(pre), times `up` (the linear part) if gated. slope: the
-// gradients to pre and up from the gradient of out. An output may be the same memory as any input.
+// Functions that apply an activation to `count` elements of a row. value: out = act(pre), times `up` (the linear parts)
+// if gated. slope: the gradients to pre and, if gated, to up. An output may be the same array as any input.
 template <class T>
 struct ActivationRow {
   bool gated;

@@ -1,12 +1,12 @@
-// cp.async: global to shared memory without passing through registers (sm_80 and later).
+// cp.async: copies from global to shared memory that bypass registers (sm_80 and later).
 #pragma once
 
 #include "moe/shared.cuh"
 
 namespace moe {
 
-// Copies BYTES to shared memory, the first `valid` of them from `source` and zeros for the rest; both addresses are
-// aligned to BYTES. With valid == 0 nothing is read, but source must still be an address of global memory.
+// Copies the first `valid` of BYTES bytes from global memory at `source` to shared memory, and zeros for the rest. Both
+// addresses are multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its matrix.
 template <int BYTES>
 __device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -25,15 +25,15 @@ __device__ __forceinline__ void async_copy(void* destination, const void* source
 #endif
 }
 
-// Groups the copies that this thread started since the last commit.
+// Makes one group of the copies that this thread started since its last async_commit.
 __device__ __forceinline__ void async_commit() {
 #ifndef SIMT_HOST  // on the host a copy is finished when it returns
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until all but the PENDING newest groups of this thread are finished. Other threads see their data only after a
-// barrier that follows.
+// Waits until all groups of this thread except the newest PENDING are finished. Other threads may read the copied data
+// only after a later barrier.
 template <int PENDING>
 __device__ __forceinline__ void async_wait() {
 #ifndef SIMT_HOST

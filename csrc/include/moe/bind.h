@@ -1,4 +1,4 @@
-// Packs the arguments of a call from Python for a launcher (launcher.h). Only the module.cpp files include this.
+// Packs the arguments of a call from Python for a launcher (launcher.h). Only the two module.cpp files include this.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,8 @@
 
 namespace moe {
 
-// One uint64_t for each argument; pointer(object) converts an argument that is a pointer.
+// Returns one uint64_t for each argument. `types` has the argument letters of launcher.h; pointer(object) converts the
+// arguments of letter p.
 template <class Pointer>
 std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObject* const* given, size_t given_count,
                                Pointer pointer) {
@@ -41,7 +42,7 @@ std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObje
   return packed;
 }
 
-// The value of a pointer or a stream, which Python passes as an integer.
+// Converts a pointer or a stream, which Python passes as an integer.
 inline uint64_t address(PyObject* given) { return uint64_t(PyLong_AsLongLong(given)); }
 
 }  // namespace moe

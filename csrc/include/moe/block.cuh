@@ -8,15 +8,15 @@ namespace moe {
 
 constexpr int kMaxWarps = 32;
 
-// Shared memory in which the warps of a block exchange one value each.
+// Shared memory for exchange_warp_sums: two sets of slots, with one slot for each warp.
 template <class T>
 struct Exchange {
   T slots[2][kMaxWarps];
 };
 
-// In lane i of every warp, returns the sum over warp i, or zero past the last warp. Every thread calls it; `turn`
-// starts at 0 and belongs to one Exchange. Calls alternate between the two sets of slots, so a call needs only one
-// barrier.
+// Returns, in lane i of every warp, the sum of `value` over warp i; zero if the block has no warp i. All threads of the
+// block call it. Each thread keeps a `turn`, initially 0, for each Exchange. Consecutive calls alternate between the
+// two sets of slots, so that one barrier a call is enough.
 template <class T>
 __device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
   const int lane = threadIdx.x % kWarpSize;

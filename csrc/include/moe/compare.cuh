@@ -1,11 +1,11 @@
-// Counts numbers that are at least a threshold (that reach it): one number in a register, or two of 16 bits.
+// Comparisons of numbers of 32 or 16 bits with a threshold. A number reaches a threshold if it is greater or equal.
 #pragma once
 
 #include "moe/platform.cuh"
 
 namespace moe {
 
-// count + (x >= y), in two instructions; nvcc compiles the C++ expression to three.
+// Returns count + (x >= y) in two instructions; nvcc compiles this expression to three.
 __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (x >= y);
@@ -15,7 +15,7 @@ __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count)
 #endif
 }
 
-// count + (x >= y) of two float32 numbers, given as bits. A comparison with a NaN is false.
+// Returns count + (x >= y) for the float32 numbers with the bits x and y. A comparison with NaN is false.
 __device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (__uint_as_float(x) >= __uint_as_float(y));
@@ -34,7 +34,7 @@ __device__ __forceinline__ int count_float_equal(uint32_t x, uint32_t y, int cou
 #endif
 }
 
-// All bits set if the float32 number x reaches y, else 0.
+// Returns a word of all ones if x >= y, else 0, for the float32 numbers with the bits x and y.
 __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return __uint_as_float(x) >= __uint_as_float(y) ? 0xffffffffu : 0;
@@ -47,26 +47,27 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-// Bits 15 and 31 of the result: whether each half of x reaches that of y; the other bits have no meaning. If the high
-// bits of x and y differ, they decide, else the low 15 bits: their subtraction cannot borrow from the other half.
+// Bits 15 and 31 of the result: whether the lower and the upper half of x reach those of y, as unsigned integers. The
+// other bits have no meaning. If the high bits of two halves differ, they decide, else the low 15 bits: their
+// subtraction cannot borrow from the other half.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);
 }
 
-// Copies the top bit of each half to all its bits.
+// Copies the high bit of each 16-bit half to all bits of the half.
 __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #ifdef SIMT_HOST
   return (x >> 15 & 0x00010001u) * 0xffffu;
 #else
-  // Selector digit 8 + i copies the sign of byte i to a whole byte; __byte_perm does not offer that mode.
+  // Selector digit 8 + i copies the high bit of byte i to a whole byte; __byte_perm does not offer this mode.
   uint32_t spread;
   asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(x));
   return spread;
 #endif
 }
 
-// Number of halves with all bits set, in words whose halves are all ones or zeros. sum: minus the sum of the words.
+// Returns how many halves are all ones, in words whose other halves are all zeros. sum: minus the sum of the words.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

@@ -1,4 +1,4 @@
-// The temperature of each of Sinkhorn's iterations. Plain C++: both the CPU and the CUDA kernels include this.
+// The temperature of each Sinkhorn iteration. Plain C++: the CPU kernels and the CUDA kernels include this.
 #pragma once
 
 #include <cmath>
@@ -11,10 +11,10 @@
 #endif
 
 namespace moe {
-namespace {  // compiled once per instruction set
+namespace {  // each instruction set of the CPU kernels compiles a copy of its own
 
-// Geometric from `first` to `last`; the last iteration has exactly `last`. A temperature depends only on the iteration
-// t, so that the backward pass uses the same bits as the forward pass.
+// Temperatures change geometrically from `first` to `last`; the last iteration has exactly `last`. A temperature is
+// computed from the number t of its iteration alone, so that forward and backward pass use the same bits.
 class Cooling {
  public:
   Cooling(double first, double last, int64_t iterations)

@@ -1,4 +1,4 @@
-// Codes of element types, the same in Python, C++ and CUDA. Plain C++: the CPU kernels include this too.
+// Codes of element types, as in moe_kernels/backends/_addresses.py. Plain C++: CPU and CUDA kernels include this.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
-// Element types of CPU kernels, each a template argument F: F::Key, a signed integer with an element's bits; F::Wide, the
-// type it is computed in; conversions between them; and integer keys that order as the values do (key_of). Kernels read
-// memory as Keys, so that the compiler never does 16-bit floating-point arithmetic. The conversions vectorise.
+// Element types of the CPU kernels, as template arguments F. F::Key is a signed integer with the size of an element,
+// and F::Wide the type of the computation. Kernels read memory as F::Key, so that the compiler never does 16-bit
+// arithmetic in floating point. key_of turns an element's bits into a key: an integer of type F::Key that orders as the
+// values do. The conversions vectorise.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode convert values without a sign;
-// encode truncates, which is cheaper and enough for searches of a threshold.
+// widen converts bits to a value, exactly; narrow a value to bits, rounded to nearest even. Both keep NaN. decode and
+// encode convert values without a sign; encode truncates, which is cheaper and enough to search a threshold.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -63,7 +64,7 @@ struct Float16 {
   using Key = int16_t;
   using Wide = float;
   static constexpr Key inf = 0x7c00;
-  // A float's exponent has a bias 112 larger. The product is exact for subnormal numbers too; inf becomes 65536.
+  // The exponent's bias is larger by 112 in a float. The product is exact, also for subnormal numbers; inf gives 65536.
   static Wide decode(Key magnitude) { return bits_as<float>(int32_t(magnitude) << 13) * 0x1p112f; }
   static Key encode(Wide magnitude) {
     return Key(bits_as<int32_t>(std::min(magnitude, 65536.0f) * 0x1p-112f) >> 13);
@@ -75,16 +76,18 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal; above, adding 0xfff and the parity rounds to even.
+    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the
+    // parity rounds to nearest even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
-    const uint32_t finite = magnitude < 0x477ff000 ? rounded : 0x7c00;  // 65520 is the first to round to inf
+    const uint32_t finite = magnitude < 0x477ff000 ? rounded : 0x7c00;  // 65520 is the least value that rounds to inf
     return Key(sign | (magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : finite));
   }
 };
 
-// Keys order as the values do: negative values are mirrored, so that -0 and +0 have one key. A NaN has key inf + 1.
+// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key, NaN has
+// the key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;
@@ -93,7 +96,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key, without branches: the sign of a threshold near zero cannot be predicted.
+// The value of a key, without branches: the sign of a threshold near zero is unpredictable.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -103,7 +106,7 @@ inline typename F::Wide value_of(typename F::Key key) {
   return bits_as<typename F::Wide>(Bits(size | (Bits(sign) & std::numeric_limits<Bits>::min())));
 }
 
-// The value of a key, or 0 if it is not finite. (Unsigned, because the lowest key has no positive counterpart.)
+// The value of a key, or 0 if it is not finite. (Compared unsigned: the lowest integer has no positive counterpart.)
 template <class F>
 inline typename F::Wide finite_or_zero(typename F::Key key) {
   using Key = typename F::Key;
@@ -112,7 +115,7 @@ inline typename F::Wide finite_or_zero(typename F::Key key) {
   return Unsigned(magnitude) < Unsigned(F::inf) ? value_of<F>(key) : typename F::Wide(0);
 }
 
-// The key of a value, truncated as by encode.
+// The key of a value that is truncated to the format (encode).
 template <class F>
 inline typename F::Key key_near(typename F::Wide value) {
   using Key = typename F::Key;
@@ -120,7 +123,6 @@ inline typename F::Key key_near(typename F::Wide value) {
   return Key((F::encode(std::abs(value)) ^ sign) - sign);
 }
 
-// Calls work(F()) for the format of a dtype.
 template <class Work>
 inline void with_format(int dtype, Work work) {
   switch (DType(dtype)) {

@@ -1,9 +1,11 @@
-// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
-// memory, ldmatrix loads fragments from it, mma.sync multiplies them into float32 sums in registers.
+// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16. cp.async copies both factors to shared memory,
+// ldmatrix loads fragments of them, and mma.sync adds their products to float32 sums in registers. Shared memory is a
+// ring of stages; a stage holds both factors for some consecutive k.
 //
 // Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a
-// row for each outer index (AlongK); one that is contiguous along the outer index is staged with a row for each k
-// (AcrossK) and transposed by ldmatrix. Elements past an end, and gathered rows with index -1, are zeros.
+// row for each outer index (AlongK). A factor that is contiguous along the outer index is staged with a row for each k
+// (AcrossK), and ldmatrix transposes it. Elements past the end of a row or column are staged as zeros, and so are
+// gathered rows with a negative index.
 #pragma once
 
 #include "moe/async_copy.cuh"
@@ -12,42 +14,42 @@
 
 namespace moe {
 
-constexpr int kPiece = 8;  // elements: 16 bytes, the largest copy of cp.async and what ldmatrix reads of a row
+constexpr int kPiece = 8;  // elements in 16 bytes: the largest copy of cp.async, and a row of an ldmatrix matrix
 
-// A block computes M x N sums, K terms of each at a time. COPY: bytes of a copy. 16 if every row starts and ends at a
-// multiple of 16 bytes, so that a piece is inside a row or outside it; 4 if rows start at multiples of 4 bytes; 2 if
-// elements are loaded one by one.
+// A block computes M x N sums; a stage has K terms of each. COPY: bytes of a copy to shared memory. 16 requires that
+// every row starts and ends at a multiple of 16 bytes: then no piece crosses the end of a row. 4 requires that rows
+// start at multiples of 4 bytes, and a piece takes four copies. 2 requires nothing, and a piece takes eight loads.
 template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
   static constexpr int kCopy = COPY;
-  static constexpr int kStage = (M + N) * K;  // elements
-  // Floats of a row of sums in shared memory. With 8 more than N, the 4 rows and 4 pairs of columns that half a warp
-  // writes at once fall on different banks.
+  static constexpr int kStage = (M + N) * K;  // elements of a stage
+  // Floats from row to row of the sums in shared memory. Half a warp writes 4 rows of 4 pairs of columns at once; with
+  // a pitch of N + 8 these are in 32 different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
   static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "an A100 holds two blocks, and 1 KB of the system for each");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
-// In a clock an SM of an A100 does 1024 multiply-adds, and moves 128 bytes to or from shared memory. A stage takes 512
-// clocks. With 64 x 64 sums a warp, shared memory is read in 256 of these clocks and written in 128; with 64 x 32 it
-// would be read in 384. Two blocks of 4 stages of 16 KB and 128 threads of 255 registers fit on an SM.
+// An SM of an A100 does 1024 multiply-adds a clock, and moves 128 bytes a clock to or from shared memory. The products
+// of a stage take 512 clocks. With 64 x 64 sums a warp, reads of shared memory take 256 clocks and writes 128; with 64
+// x 32 sums reads would take 384. Two blocks of 4 stages of 16 KB and 128 threads of 255 registers fit on an SM.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
-// For few rows per expert, where reading weights takes all the time. Two blocks have 3 stages of 20 KB each in flight,
-// 120 KB: six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
+// For few rows per expert: the time is then that of reading the weights. Two blocks on an SM keep copies of 3 stages of
+// 20 KB each in flight, 120 KB in all. An SM needs 19 KB in flight: its share (1 / 108) of 2 TB/s at a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// For rows that start at multiples of 4 bytes (four copies for a piece), and for rows that start anywhere (eight loads
-// for a piece, slow).
+// For rows that start at multiples of 4 bytes, and for rows that start anywhere.
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// Offset of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
-// once, so these must be in 8 different 16-byte parts of the 128 bytes of all banks. In a row of 128 bytes or more,
-// piece p is stored as piece p ^ (row % 8). In a row of 64 bytes it is stored as piece p ^ (row / 2 % 4).
+// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads the same piece of 8 rows
+// at once. To avoid bank conflicts, these must be in different 16-byte parts of the 128 bytes of all banks. Therefore
+// piece p is stored in the place of piece p ^ (row % 8) if rows have 128 bytes or more, else (64 bytes) of piece
+// p ^ (row / 2 % 4).
 template <int COLUMNS>
 __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
@@ -55,14 +57,14 @@ __device__ __forceinline__ int staged_offset(int row, int piece) {
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
 }
 
-// The number of elements of a piece that are inside a row with `left` elements left; `left` may be negative.
+// How many elements of a piece are inside its row. left: elements of the row from the piece's start on, maybe negative.
 template <int COPY>
 __device__ __forceinline__ int piece_length(int left) {
   if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
   return min(max(left, 0), kPiece);
 }
 
-// Copies the first `valid` elements of a piece, and zeros for the others; with COPY = 16, valid is 8 or 0.
+// Copies the first `valid` elements of a piece, and zeros for the others. If COPY is 16, `valid` must be 8 or 0.
 template <int COPY, class T>
 __device__ __forceinline__ void copy_piece(T* destination, const T* source, int valid) {
   if constexpr (COPY == 16) {
@@ -85,20 +87,21 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
   }
 }
 
-// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows.
+// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows. Rows of zeros have
+// the address `anywhere`. Nothing is read for them, nor past num_k, where an address may be behind the matrix.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
   static constexpr int kRows = OUTER / kRowsAtOnce;
 
   const T* rows_[kRows];
-  uint32_t inside_ = 0;  // bit i: row i is not a row of zeros
+  uint32_t inside_ = 0;  // bit i is 0 if row i of this thread is a row of zeros
 
  public:
   static constexpr bool kAlong = true;
   static constexpr int kColumns = Tile::kK;
 
-  // row_at(i) is where row i starts, or nullptr for a row of zeros; `anywhere` is a valid address for such rows.
+  // row_at(i) returns the start of row i, or nullptr for a row of zeros.
   template <class RowAt>
   __device__ AlongK(const T* anywhere, RowAt row_at) {
 #pragma unroll
@@ -116,7 +119,7 @@ class AlongK {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
-      // kPiece (8) if bit i is set, else 0: moves bit i to bit 3.
+      // Moves bit i of `inside` to bit 3: the result is kPiece (8) or 0.
       const int whole = (i < 3 ? inside << (3 - i) : inside >> (i - 3)) & kPiece;
       copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row, piece), rows_[i] + column,
                               Tile::kCopy == 16 ? whole : whole ? valid : 0);
@@ -124,14 +127,15 @@ class AlongK {
   }
 };
 
-// OUTER columns of a matrix that is contiguous along the outer index: one row for each k.
+// OUTER columns of a matrix that is contiguous along the outer index, with one row for each k. Past num_k nothing is
+// read, and an address may be behind the matrix.
 template <class T, class Tile, int OUTER>
 class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
   static constexpr int kRows = Tile::kK / kRowsAtOnce;
 
-  const T* next_;  // this thread's piece of the row that it copies next
-  int64_t apart_;  // elements from a row that this thread copies to the next one
+  const T* next_;  // the next piece to copy by this thread
+  int64_t apart_;  // elements from one of this thread's rows to its next row
   int valid_;      // elements of this thread's piece that are inside a row
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
@@ -140,7 +144,8 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i) is the index of column i in a row of the matrix, columns_left(i) the number of columns from there on.
+  // column_at(i) returns the index of column i in a row of the matrix, columns_left(i) the number of columns from this
+  // index on.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {
@@ -158,18 +163,18 @@ class AcrossK {
   }
 };
 
-// As AcrossK, but of gathered rows: row k is row index[k] of the matrix, zeros if index[k] is negative. Without an index
-// it is row k of the matrix.
+// As AcrossK, with gathered rows: the row for k is row index[k] of the matrix, or zeros if index[k] is negative. If
+// `index` is nullptr, it is row k. The address for a negative index is before the matrix, but nothing is read there.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
   static constexpr int kRows = Tile::kK / kRowsAtOnce;
 
-  const T* columns_;  // of this thread's piece
+  const T* columns_;  // this thread's piece of row 0
   int64_t stride_;
   const int32_t* index_;
   int valid_;
-  int32_t next_[kRows];  // rows of the next copy: their index is loaded one copy ahead
+  int32_t next_[kRows];  // indices of the rows of the next copy, loaded one copy ahead
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 
@@ -204,14 +209,14 @@ class GatheredAcrossK {
   }
 };
 
-// Operands of a warp: its rows of A and columns of B at 16 consecutive k.
+// A warp's operands of mma.sync: its rows of A and its columns of B, for 16 consecutive k.
 template <class T, class Tile, class A, class B>
 struct Fragments {
   uint32_t a[Tile::kWarpM / 16][4];
   uint32_t b[Tile::kWarpN / 8][2];
 
-  // The four 8 x 8 matrices of 16 outer indices and 16 k, in the order of mma.sync: after the first comes the next 8 rows
-  // for A, and the next 8 k for B.
+  // Loads 16 outer indices and 16 k as four 8 x 8 matrices in the order of mma.sync. The second matrix has the next 8
+  // rows of A, or the next 8 k of B.
   template <class Factor, bool IS_B>
   __device__ static void load_16x16(uint32_t (&fragment)[4], const T* matrix, int outer, int k) {
     const int lane = threadIdx.x % kWarpSize, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
@@ -241,7 +246,7 @@ struct Fragments {
   }
 };
 
-// First row and first column of this warp's part of the tile.
+// The first row and the first column of this warp's part of the tile.
 template <class Tile>
 __device__ __forceinline__ int warp_m() {
   return threadIdx.x / kWarpSize % Tile::kWarpsM * Tile::kWarpM;
@@ -251,9 +256,10 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
 }
 
-// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the others; while they multiply 16 k,
-// fragments of the next 16 are loaded. Each stage has one barrier, before its last 16 k are multiplied. After the barrier
-// all warps may read the next stage, and this stage may be filled again, since all its fragments are in registers.
+// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While they
+// multiply 16 k, they load the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
+// multiplied. After the barrier all warps may read the next stage. This stage may then be filled again, since its
+// fragments are in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
@@ -281,7 +287,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
         async_wait<kStages - 2>();
         __syncthreads();
       }
-      // The last step of the last turn loads fragments that are not used, which is cheaper than a branch.
+      // The last step of the last turn loads fragments that are not used: a branch would cost more.
       fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
       if (step == 0) copy(turn + kStages - 1);
       fragments[step % 2].multiply(sums);
@@ -290,7 +296,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
   async_wait<0>();
 }
 
-// Writes the block's sums to shared memory that multiply_tile no longer uses: row r, column c at [r * kPitch + c].
+// Writes the block's sums to shared memory, over the stages: row r, column c at [r * kPitch + c].
 template <class Tile>
 __device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums) {
   const int lane = threadIdx.x % kWarpSize;
@@ -318,7 +324,7 @@ __device__ __forceinline__ void read_sums(const float* from, Piece& values) {
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Reads the first `count` of 8 neighbouring elements, zeros for the others. `vectorized`: all 8 may be read as 16 bytes.
+// Reads the first `count` of 8 neighbouring elements; the others become 0. `vectorized`: `from` is aligned to 16 bytes.
 template <class T>
 __device__ __forceinline__ void read_piece(const T* from, int count, bool vectorized, Piece& values) {
   if (vectorized && count >= kPiece) {
@@ -341,8 +347,8 @@ __device__ __forceinline__ void write_piece(T* to, int count, bool vectorized, c
   }
 }
 
-// The tile of block `index` among rows x columns tiles. Tiles are ordered in groups of eight rows of tiles, so that
-// blocks that run at the same time share rows and columns in the L2 cache.
+// The tile of block `index` among rows x columns tiles. Blocks take groups of eight rows of tiles, column by column, so
+// that blocks that run at the same time share rows and columns in the L2 cache.
 struct TileIndex {
   int row, column;
 

@@ -1,7 +1,7 @@
-// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue (in csrc/cuda:
+// Grouped GEMM: rows sorted (or gathered) by expert, times the weights of their experts. An epilogue (in csrc/cuda:
 // grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block whose tile has rows calls
-// its epilogue once, with the sums of the tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() of the
-// epilogue returns whether columns of the product are gates and linear parts; if it is constexpr, this saves registers.
+// its epilogue once, with the sums in shared memory (stage_sums of gemm.cuh). gated_columns() of the epilogue returns
+// whether columns of the product are gates, then linear parts; if it is constexpr, this saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -10,17 +10,17 @@
 
 namespace moe {
 
-// With fewer rows per expert than this on average, tiles have 32 rows: unused rows of a tile take time too.
+// With fewer rows per expert on average, tiles have 32 rows instead of 128, since unused rows of a tile take time too.
 constexpr int64_t kFewRows = 64;
 
 template <class T>
 struct GroupedGemm {
   const T* x;                     // (R, Din), or (T, Din) with row_token
   int64_t x_stride;               // elements from row to row
-  const int32_t* row_token;       // (R), -1 for rows not in use; or nullptr
+  const int32_t* row_token;       // (R), -1 for unused rows; or nullptr
   const T* weight;                // (E, Din, Dout)
   int64_t expert_stride;          // elements from expert to expert
-  int64_t weight_stride;          // elements along Din, or along Dout if transposed; the other one is contiguous
+  int64_t weight_stride;          // elements along Din, or Dout if transposed; the other dimension is contiguous
   const int32_t* expert_offsets;  // (E + 1)
   int64_t num_rows, num_experts, din, dout;
   int transposed;
@@ -28,15 +28,14 @@ struct GroupedGemm {
   int row_tiles, column_tiles;  // set by launch_with_tile
 };
 
-// The rows of a tile. Rows from expert_offsets[E] on are not in use: expert -1.
 struct TileRows {
-  int expert;
+  int expert;  // -1 for unused rows: those from expert_offsets[E] on
   int64_t first;
   int count;  // 0 or negative if the tile is empty
 };
 
-// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows. A
-// warp finds e among a thousand experts in two rounds of 32 probes. Rows not in use count as rows of expert E.
+// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
+// Unused rows count as rows of expert E. A warp finds e among up to 1023 experts in two rounds of 32 probes.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -55,10 +54,11 @@ __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_expe
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or with gated columns N / 2 gates and their linear parts.
+// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. left(c): columns
+// from c on that are inside the matrix, maybe negative.
 template <int N>
 struct Columns {
-  int first, end;  // of the neighbours, or of the gates; the linear part of column i is column end + i
+  int first, end;  // first column, and end of all neighbours or gates; gate i has its linear part in column end + i
   bool gated;
 
   __device__ Columns(int tile, int dout, bool gated_)
@@ -72,7 +72,7 @@ struct Bias {
   const T* values;  // (E, Dout), or nullptr
   int64_t stride;   // elements from expert to expert
 
-  // Adds the bias to sums of an expert's 8 columns from `column` on.
+  // Adds the bias of up to 8 columns, from `column` on, to `sums`. Does nothing without a bias or for unused rows.
   __device__ void add(int expert, int column, int count, bool vectorized, Piece& sums) const {
     if (!values || expert < 0) return;
     Piece bias;
@@ -81,7 +81,7 @@ struct Bias {
     for (int d = 0; d < kPiece; d++) sums[d] += bias[d];
   }
 
-  // The inner product of the bias with values of an expert's 8 columns from `column` on.
+  // The inner product of the bias and `with` over up to 8 columns, from `column` on.
   __device__ float dot(int expert, int column, int count, bool vectorized, const Piece& with) const {
     Piece bias;
     read_piece(values + expert * stride + column, count, vectorized, bias);
@@ -92,7 +92,7 @@ struct Bias {
   }
 };
 
-// Sums `value` over the lanes that share a row of a tile, and stores the sum as the partial sum of this column tile.
+// Sums `value` over the lanes that share a row, and stores the sum as the row's partial sum of this column tile.
 template <class Tile>
 __device__ void write_row_sum(float value, int row, const TileRows& rows, int column_tile, int64_t num_rows,
                               float* partial) {  // (column tiles, R)
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
   const TileIndex tile(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
-  SHARED(TileRows, rows, );  // not in registers: the sums and the loop need all registers
+  SHARED(TileRows, rows, );  // in shared memory, since the main loop needs all registers
   if (threadIdx.x < kWarpSize) {
     const TileRows found =
         rows_of_tile<Tile::kM>(tile.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1, width = Tile::kN / column_parts;
-  // At least one column tile, also if dout = 0: an epilogue may have results to write for each row.
+  // At least one column tile, also if dout is 0: an epilogue may write a result for each row.
   const int64_t column_tiles = std::max<int64_t>((gemm.dout / column_parts + width - 1) / width, 1);
   const int64_t row_tiles = gemm.num_rows / Tile::kM + gemm.num_experts + 1;
   if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
@@ -154,13 +154,12 @@ cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cuda
                 gemm, epilogue);
 }
 
-// Launches the kernel with the tile for these sizes and strides, unless there are no rows.
 template <class T, class Epilogue>
 cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epilogue, cudaStream_t stream) {
   if (gemm.num_rows == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1;
-  const auto divides = [&](int64_t bytes) {  // whether rows start and end at multiples of `bytes`
+  const auto divides = [&](int64_t bytes) {  // whether all rows start and end at multiples of `bytes`
     return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / column_parts * kSize,
                        {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
                        {gemm.x, gemm.weight});
@@ -179,7 +178,6 @@ inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_
          din <= kMaxRow && dout >= 0 && dout <= kMaxRow;
 }
 
-// Calls run(T{}) for the element type T of `dtype`, bfloat16 or float16.
 template <class Run>
 cudaError_t with_16_bits(int dtype, Run run) {
   switch (dtype) {

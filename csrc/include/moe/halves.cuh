@@ -1,4 +1,4 @@
-// Two float16 numbers in a register; one instruction computes both.
+// Comparison and addition of two float16 numbers in a 32-bit register, in one instruction for both.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -13,7 +13,7 @@ uint32_t half2_compare(uint32_t x, uint32_t y, Compare compare) {
 }
 #endif
 
-// All bits set in each half of x that is at least that of y; no bits if either is NaN.
+// Each half of the result is all ones if the half of x is at least that of y, else 0. It is 0 if either is NaN.
 __device__ __forceinline__ uint32_t half2_reaches(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return half2_compare(x, y, [](float a, float b) { return a >= b; });
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t half2_reaches(uint32_t x, uint32_t y) {
 #endif
 }
 
-// All bits set in each half of x that equals that of y.
+// Each half of the result is all ones if the halves of x and y are equal, else 0. It is 0 if either is NaN.
 __device__ __forceinline__ uint32_t half2_equals(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return half2_compare(x, y, [](float a, float b) { return a == b; });

@@ -8,15 +8,15 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Whether each of `count` indices is -1 (none) or from 0 to size - 1. True for a null pointer.
+// Whether each of `count` indices is from -1 (none) to size - 1. True for a null pointer.
 template <class Index>
 bool within(const Index* index, int64_t count, int64_t size) {
   using Unsigned = std::make_unsigned_t<Index>;
-  Unsigned most = 0;  // largest index + 1, unsigned, so that an index below -1 is too large; std::max would not vectorise
+  Unsigned most = 0;  // the largest index + 1; as an unsigned number, an index below -1 is too large
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < (index == nullptr ? 0 : count); ++i) {
     const Unsigned next = Unsigned(index[i]) + 1;
-    most = next > most ? next : most;
+    most = next > most ? next : most;  // std::max would not vectorise
   }
   return uint64_t(most) <= uint64_t(size);
 }

@@ -1,6 +1,7 @@
-// Keys: signed integers in the order of floating-point numbers. A key is the number's bits without the sign, negated
-// for a negative number; -0 and +0 have the same key. Stored keys are unsigned: kZero is added. A 32-bit word holds one
-// stored key of 32 bits or two of 16. Every NaN is stored as kNaN, which comes after +inf.
+// Keys: signed integers that order as floating-point numbers do. The key of a number is its bits without the sign,
+// negated for a negative number; -0 and +0 have the same key. A stored key is unsigned: the key plus kZero. NaN is
+// stored as kNaN, the number after the stored key of +inf. A 32-bit word holds one stored key of 32 bits or two of 16
+// bits.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -21,13 +22,12 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // All bits set in the elements that are at least the threshold; each element of `threshold` holds it.
+  // All ones in each element of `keys` that is at least the threshold, else 0. All elements of `threshold` are equal.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit for each element of four masks: selects a byte of each element, keeps one bit of the byte, and adds the
-  // bytes.
+  // One bit for each element of four masks: takes a byte of each element, keeps one bit of it, and adds all bytes.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {
@@ -39,7 +39,7 @@ struct KeyOrder {
     }
     return __dp4a(bits, 0x01010101u, 0u);
   }
-  // The mask of one word from its flags.
+  // The mask of one word from the lowest bits of `flags`.
   __device__ static uint32_t mask(uint32_t flags) {
     if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
     return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;

@@ -1,5 +1,5 @@
-// Vectors of the translation unit's instruction set (GCC's vector extension), with exp and log: compilers vectorise
-// these only with a library.
+// Vectors as wide as the instruction set of the translation unit allows (GCC's vector extension), and exp and log of
+// vectors.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x + 0 would change -0
 }
 
-// Loads or stores as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler would convert
-// half a vector at a time.
+// load_as and store_as convert as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler
+// would convert half a vector at a time.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -79,7 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose: swaps the lanes of `upper` whose index has bit `step` with the lanes of `lower` that lack it.
+// A step of transpose: exchanges the lanes of `upper` with bit `step` in their index and those of `lower` without it.
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -97,20 +97,20 @@ inline void transpose(V (&rows)[lanes]) {
   }
 }
 
-// Alternates lanes of a and b, from the lower halves (half = 0) or the upper ones (half = 1).
+// Alternates the lanes of a and b, taken from their lower halves (half = 0) or upper halves (half = 1).
 template <int half, class V, size_t... lane>
 inline V zipped(V a, V b, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
   return __builtin_shufflevector(a, b, int(half * count / 2 + lane / 2 + lane % 2 * count)...);
 }
 
-// The even lanes (odd = 0) or the odd ones (odd = 1) of a, then those of b.
+// The even lanes (odd = 0) or the odd lanes (odd = 1) of a, then those of b.
 template <int odd, class V, size_t... lane>
 inline V unzipped(V a, V b, std::index_sequence<lane...>) {
   return __builtin_shufflevector(a, b, int(2 * lane + odd)...);
 }
 
-// All lanes reduced by `combine`; every lane has the result.
+// Reduces all lanes by `combine`; every lane of the returned vector has the result.
 template <class T, int step = kLanes<T> / 2, class Combine>
 inline Vec<T> across(Vec<T> v, Combine combine) {
   if constexpr (step == 0) {
@@ -120,7 +120,7 @@ inline Vec<T> across(Vec<T> v, Combine combine) {
   }
 }
 
-// Whether any lane is at or above `limit`, or a NaN.
+// Whether any lane is NaN, or is at least `limit`.
 inline bool any_from(Vec<double> v, double limit) {
 #if defined(__AVX512F__)
   return _mm512_cmp_pd_mask(v, _mm512_set1_pd(limit), _CMP_NLT_UQ) != 0;
@@ -133,7 +133,8 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x to a unit in the last place if x is normal. AVX-512: an estimate of 14 bits, doubled by each Newton step.
+// 1 / x of normal x to a unit in the last place. AVX-512: 14 bits of an estimate are correct, and twice as many after a
+// Newton step.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -153,7 +154,8 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x to 2^-42, for results rounded to float: a step of third order is one instruction less than two Newton steps.
+// 1 / x of normal x to 2^-42, for results rounded to float. AVX-512: one step of third order takes an instruction less
+// than two Newton steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -163,14 +165,15 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 2 units in the last place; NaN for NaN, undefined for other x. x = n log 2 + r with
-// |r| <= log(2) / 2, and a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512,
-// x = n log(2) / 16 + r, and 2^(j / 16) for the low four bits j of n comes from a table in two registers. Then a
-// polynomial up to r^7 is enough, with two thirds of the instructions.
+// exp(x) for |x| <= 708 with an error of at most 4 units in the last place. The result is NaN for NaN and undefined for
+// other x. x = n log 2 + r with |r| <= log(2) / 2, and exp(r) is a Taylor polynomial up to r^12 (remainder below
+// 2e-16), computed in three independent parts. With AVX-512, x = n log(2) / 16 + r, and a table in two registers has
+// 2^(j / 16) for the low four bits j of n. A polynomial up to r^7 is then enough, and the code has two thirds of the
+// instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
-  // Bits of 2^(j / 16), minus j << 48, since `shifted << 48` below adds j as well as the exponent.
+  // The bits of 2^(j / 16), minus j << 48: `shifted << 48` adds j << 48 besides the exponent.
   constexpr Vec<int64_t> lower = {0x3ff0000000000000, 0x3fefb5586cf9890f, 0x3fef72b83c7d517b, 0x3fef387a6e756238,
                                   0x3fef06fe0a31b715, 0x3feedea64c123422, 0x3feebfdad5362a27, 0x3feeab07dd485429};
   constexpr Vec<int64_t> upper = {0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,
@@ -178,7 +181,7 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #else
   constexpr double steps = 1;
 #endif
-  const Vec<double> shifted = x * (steps * 1.4426950408889634) + 0x1.8p52;  // the nearest integer, in the low bits
+  const Vec<double> shifted = x * (steps * 1.4426950408889634) + 0x1.8p52;  // its low bits are those of n
   const Vec<double> n = shifted - 0x1.8p52;
   const Vec<double> r = (x - n * (0x1.62e42fee00000p-1 / steps)) - n * (0x1.a39ef35793c76p-33 / steps);
   const Vec<double> r2 = r * r, r4 = r2 * r2;
@@ -195,15 +198,16 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #endif
 }
 
-// exp(x) for x <= 708; 0 below -708; NaN for NaN.
+// exp(x) for x <= 708, with 0 for x < -708 and NaN for NaN.
 inline Vec<double> exp(Vec<double> x) {
   const Vec<double> y = exp_within_range(x < -708.0 ? broadcast(-708.0) : x);
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float to 2 units in the last place, for (a - b) * scale from -80 to 80 and a scale from 1e-30
-// to 1e30: a Taylor polynomial up to r^7 with r = (d - n log 2 / scale + lost) * scale, d = a - b. `lost` is the exact
-// rounding error of d. log 2 / scale is high + low, so that n * high is exact.
+// exp((a - b) * scale) in float with an error of at most 2 units in the last place, for (a - b) * scale from -80 to 80
+// and a scale from 1e-30 to 1e30. With d = a - b, the result is 2^n times a Taylor polynomial up to r^7, with
+// r = (d - n log 2 / scale + lost) * scale. `lost` is the exact rounding error of d. log 2 / scale is split into high
+// and low, so that n * high is exact.
 struct ExpOfDifference {
   float scale, steps, high, low;
 
@@ -218,7 +222,7 @@ struct ExpOfDifference {
   }
   Vec<float> operator()(Vec<float> a, Vec<float> b) const {
     const Vec<float> d = a - b, back = d - a, lost = (a - (d - back)) - (b + back);
-    const Vec<float> shifted = d * steps + 0x1.8p23f;  // the nearest integer, in the low bits
+    const Vec<float> shifted = d * steps + 0x1.8p23f;  // its low bits are those of n
     const Vec<float> n = shifted - 0x1.8p23f;
     const Vec<float> r = (((d - n * high) - n * low) + lost) * scale;
     Vec<float> p = r * (1.0f / 5040) + 1.0f / 720;
@@ -233,7 +237,7 @@ struct ExpOfDifference {
   }
 };
 
-// log(x) of positive normal x: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh((m - 1) / (m + 1)).
+// log(x) of positive normal x. x = 2^e m with m in [sqrt(1/2), sqrt(2)), and log m = 2 artanh((m - 1) / (m + 1)).
 inline Vec<double> log(Vec<double> x) {
   const Vec<int64_t> bits = (Vec<int64_t>)x;
   const Vec<int64_t> e = (bits - 0x3fe6a09e667f3bcd) >> 52;

@@ -1,4 +1,4 @@
-// Launches a kernel, compiled by nvcc or for the host, and returns the error.
+// Launches kernels compiled by nvcc, or for the host in tests (SIMT_HOST).
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace moe {
 
-// Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. Every kernel
-// has at most kStaticSharedBytes of static shared memory (tests/test_machine_code_cuda.py).
+// Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. The kernels
+// have at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
 // The most shared memory, static and dynamic, that a block can have on the current device: 163 KB on sm_80, 99 KB on
-// sm_86, 89 and 120, 227 KB on sm_90.
+// sm_86, sm_89 and sm_120, and 227 KB on sm_90. If CUDA reports an error, kDefaultSharedBytes.
 inline int64_t shared_memory_limit() {
 #ifdef SIMT_HOST
   return static_cast<int64_t>(simt::shared_memory_limit());
@@ -41,7 +41,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) {
-      cudaGetLastError();  // clears the error, or this thread's next launch would report it
+      cudaGetLastError();  // clears the error; otherwise the next launch of this thread would report it
       return error;
     }
   }

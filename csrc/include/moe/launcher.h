@@ -1,5 +1,6 @@
-// Launchers of one function type, called with an array of uint64_t, so that binding them takes almost no compile time.
-// An element holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
+// Wraps functions of any signature as a Launcher, which takes its arguments as an array of uint64_t. All launchers have
+// one type, so that bindings to Python compile fast. An array element holds one argument: a pointer, an integer, the
+// bits of a double, or the bits of a float in the low half.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The tensor core instructions of sm_80: ldmatrix, and mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulators.
+// Two instructions of sm_80: ldmatrix, and mma.sync.m16n8k16 on 16-bit inputs with float32 accumulators.
 //
 // With group = lane / 4 and pair = lane % 4, element i of a lane's fragment is at (PTX ISA, "Matrix Fragments
 // for mma.m16n8k16"; two 16-bit elements to a register, the lower index in the lower half)
@@ -14,9 +14,9 @@
 
 namespace moe {
 
-// Loads four 8 x 8 matrices of 16-bit elements. Lane 8 * m + r gives the address of row r of matrix m: 16 bytes in shared
-// memory, aligned to 16. Register m of a lane receives the elements (group, 2 * pair) and (group, 2 * pair + 1) of matrix
-// m; with TRANSPOSED those of its transpose.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory. `row` of lane 8 * m + r is the address of row r of
+// matrix m, a multiple of 16 bytes. Register m of a lane receives elements (group, 2 * pair) and (group, 2 * pair + 1)
+// of matrix m, or of its transpose if TRANSPOSED.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], const void* row) {
 #ifdef SIMT_HOST

@@ -1,5 +1,6 @@
-// Pairs of bfloat16, the first number in the lower half. An AVX512-BF16 instruction adds the products of both numbers
-// to a float32 sum, twice the arithmetic of float32. Matrix products (tiles.h) treat a pair as one element.
+// Pairs of bfloat16 numbers, the first one in the lower half of 32 bits. An instruction of AVX512-BF16 multiplies two
+// vectors of pairs: each lane of a float32 sum gains two products, where an instruction on float32 adds one. Matrix
+// products (tiles.h) treat a pair as one element.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: processors of this instruction set may have it, with sums in T. multiplies_pairs(): this processor has it.
+// kPairs<T>: whether pairs can be multiplied in code for this instruction set, with sums of type T. multiplies_pairs():
+// whether this processor has AVX512-BF16.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;
@@ -27,7 +29,7 @@ inline bool multiplies_pairs() {
   return found;
 }
 
-// Functions that use the instruction compile only with this attribute.
+// Functions that use AVX512-BF16 compile only with this attribute.
 #define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
 #else
 template <class T>
@@ -38,26 +40,25 @@ inline bool multiplies_pairs() { return false; }
 #define MOE_MULTIPLIES_PAIRS
 #endif
 
-// to = from in bfloat16, rounded to nearest even, NaNs quiet. The conversion flushes subnormal numbers to zero, so
-// vectors that have any, and the last count % 32 numbers, are converted by exact(to, from, count).
+// to = from in bfloat16, rounded to nearest even. The instruction flushes subnormal numbers to zero. exact(to, from,
+// count) therefore converts each block of 32 numbers that has a subnormal number, and also the last count % 32 numbers.
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 
-// In every lane, sum plus the products of both numbers of x and y, each added with one rounding. Subnormal numbers are
-// taken as zero.
+// In every lane, `sum` plus both products of the pairs x and y, each added with one rounding. Subnormals count as zero.
 MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
 
-// to (columns) = sum, or c + sum if `more`, in bfloat16.
+// Writes `sum`, or c + sum if `more`, to the first `columns` elements of `to`, in bfloat16.
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// to (pairs_of(rows), count): row i pairs elements of rows 2 i and 2 i + 1, zeros if there is no row 2 i + 1. Rows as
-// in Elements::widen.
+// to (pairs_of(rows), count): row i pairs the elements of rows 2 i and 2 i + 1, with zeros for a missing last row. Rows
+// are read as in Elements::widen (elements.h).
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
-// to (rows, pairs_of(count)): neighbours in each row; if count is odd, the last one is paired with zero. Rows as in
-// Elements::widen.
+// Writes to (rows, pairs_of(count)): the pairs of neighbours in each row. If `count` is odd, the last element is paired
+// with zero. Rows are read as in Elements::widen (elements.h).
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);
@@ -68,7 +69,8 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
   }
 }
 
-// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = b (depth, columns) from column `first` on.
+// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = b (depth, columns) from column `first` on,
+// padded with zeros.
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 
@@ -108,7 +110,7 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count) {
-  // Indices that interleave a and b from element `first` on; element i of b has index 32 + i.
+  // Indices for a permutation that interleaves a and b from element `first` on. Element i of b has index 32 + i.
   const auto interleaved = [](int first) {
     typename VecOf<int16_t>::type at;
     for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);

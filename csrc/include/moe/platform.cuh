@@ -1,4 +1,4 @@
-// Base of the other headers: CUDA, or its emulation on the host (tests/simt).
+// Includes CUDA's headers, or the emulation of CUDA on the host (tests/simt) if SIMT_HOST is defined.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace moe {
 
-// Makes the compiler compute what depends on `value` again after this point, instead of keeping it in registers.
+// Hides `value` from the compiler: expressions of `value` are computed again after this point, not kept in registers.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

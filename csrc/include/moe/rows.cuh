@@ -1,4 +1,4 @@
-// Rows of any length in pieces of 16 bytes or less, their elements as float32, and a grid of threads for them.
+// Rows in pieces of 16 bytes or less: conversion to float32, and a grid with a thread for each piece.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: an index a block past the end still fits an int
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements; an index a block past the end still fits an int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -19,7 +19,7 @@ __device__ __forceinline__ void narrow(float value, float& to) { to = value; }
 __device__ __forceinline__ void narrow(float value, __nv_bfloat16& to) { to = __float2bfloat16(value); }
 __device__ __forceinline__ void narrow(float value, __half& to) { to = __float2half(value); }
 
-// Converts the elements T of a Vector (16 bytes, or one element) to float32 and back.
+// Converts between float32 and a Vector of elements T: 16 bytes, or one element.
 template <class T, class Vector>
 struct Pack {
   static constexpr int kElements = sizeof(Vector) / sizeof(T);
@@ -42,8 +42,8 @@ struct Pack {
   }
 };
 
-// Whether rows can be accessed in pieces of `bytes`: rows of `row_bytes` bytes that start at `pointers` and are `strides`
-// bytes apart.
+// Whether rows can be accessed in pieces of `bytes` bytes. The rows have `row_bytes` bytes; `pointers` are the starts
+// of all arrays, `strides` the bytes from row to row in each.
 inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<int64_t> strides,
                         std::initializer_list<const void*> pointers) {
   return row_bytes % bytes == 0 &&
@@ -51,15 +51,15 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
          std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
 }
 
-// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are about
-// equal. 360 pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
+// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes over the
+// row have about as many pieces. 360 pieces (D = 2880 in bf16) take two passes of 180 threads, not 256 and then 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
 }
 
-// A launch with a thread for each piece of each row, if the grid can be that large. Threads of a block: x along a row, y
-// over rows. Blocks: x over rows, y along a row.
+// A grid with a thread for each piece of each row, unless a row needs more than 65535 blocks. In a block, x counts the
+// threads along a row and y the rows. In the grid, x counts the blocks over rows and y the blocks along a row.
 struct RowGrid {
   dim3 grid, block;
 
@@ -71,13 +71,13 @@ struct RowGrid {
   }
 };
 
-// Calls each(piece) for this thread's pieces of a row.
+// Calls each(piece) for this thread's pieces of a row of `vectors` pieces.
 template <class Each>
 __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
 }
 
-// Writes zeros to rows [used, num_rows): this thread takes row `used + rank` and every `ranks`-th row after it.
+// Writes zeros to rows [used, num_rows): this thread's pieces of row used + rank and of every ranks-th row after it.
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {

@@ -1,5 +1,5 @@
-// Shared memory. Kernels declare it only with these macros: on the host (tests/simt) each variable is a heap block of its
-// own, filled with 0xFF for each block of threads, so that tests find overruns and reads of unwritten elements.
+// Macros for shared memory. Kernels declare it only with them. On the host (tests/simt) each variable is a heap block
+// of its own, filled with 0xFF for each block of threads: tests then find overruns and reads of unwritten elements.
 //
 //   SHARED(float, tile, [16][17]);           is  __shared__ float tile[16][17];
 //   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch requested

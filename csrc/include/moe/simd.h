@@ -1,7 +1,6 @@
-// Functions of CPU kernels that need special instructions: mostly masks of 32 elements, one bit each.
-//
-// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512); macros such as
-// __AVX2__ select the code.
+// Functions of the CPU kernels that need special instructions, mostly for masks of one bit for each element. Each
+// kernel file of csrc/cpu is compiled once per instruction set (MOE_ISA: base, avx2 or avx512); macros such as __AVX2__
+// select the code.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +13,15 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A mask has a 32-bit word for every 32 elements: bit i of word w is element 32 * w + i. Rows of keys are padded to a
-// multiple of kMaskBits.
+// A mask has a 32-bit word for every 32 elements: bit i of word w belongs to element 32 * w + i. Rows of keys
+// (formats.h) are padded to a multiple of kMaskBits.
 constexpr int64_t kMaskBits = 32;
 
 inline int64_t mask_words(int64_t n) { return (n + kMaskBits - 1) / kMaskBits; }
 
 inline uint32_t low_bits(int64_t count) { return count >= kMaskBits ? ~0u : (1u << count) - 1u; }
 
-// Bit i of the result: key[i] > t, for 32 keys.
+// A mask of 32 keys: bit i is key[i] > t.
 template <class Key>
 inline uint32_t greater(const Key* key, Key t) {
   uint32_t word = 0;
@@ -42,7 +41,7 @@ inline uint32_t greater(const Key* key, Key t) {
   const auto at = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i)); };
   if constexpr (sizeof(Key) == 2) {
     const __m256i limit = _mm256_set1_epi16(t);
-    // packs interleaves the 128-bit halves; the permutation puts them back in order.
+    // _mm256_packs_epi16 interleaves the 128-bit halves of its operands; the permutation restores their order.
     const __m256i packed = _mm256_packs_epi16(_mm256_cmpgt_epi16(at(0), limit), _mm256_cmpgt_epi16(at(16), limit));
     word = uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(packed, 0xD8)));
   } else if constexpr (sizeof(Key) == 4) {
@@ -60,12 +59,12 @@ inline uint32_t greater(const Key* key, Key t) {
   return word;
 }
 
-// Number of the n keys above t; n is a multiple of 32.
+// How many of n keys are above t. n must be a multiple of 32.
 template <class Key>
 inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   int64_t count = 0;
 #if defined(__AVX512BW__)
-  // Compare, move and popcount use three different ports: one vector a cycle, and no sum over lanes at the end.
+  // Compare, move and popcount use three different ports, so a vector takes one cycle, and no sum over lanes is needed.
   if constexpr (sizeof(Key) == 4) {
     const __m512i limit = _mm512_set1_epi32(t);
     for (int64_t i = 0; i < n; i += 32) {
@@ -83,7 +82,7 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
-// The sum of 32 numbers, which it overwrites. In a plain loop each addition would wait for the one before.
+// Returns the sum of 32 numbers, and overwrites them. In a plain loop each addition would depend on the one before.
 template <class T>
 inline T sum_of(T (&lanes)[kMaskBits]) {
 #pragma GCC unroll 8
@@ -108,12 +107,12 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
       _mm512_mask_storeu_epi64(out + i, uint8_t(all >> i), _mm512_maskz_loadu_epi64(uint8_t(word >> i), in + i));
   }
 #else
-  if (count < kMaskBits) {  // no branches, since bits are unpredictable
+  if (count < kMaskBits) {  // without branches, which would be unpredictable
     for (int64_t i = 0; i < count; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
     return;
   }
 #if defined(__AVX2__)
-  // Spread the word so that every lane tests its own bit.
+  // Every lane has a copy of a part of `word`, and tests its own bit.
   const auto put = [&](int i, __m256i lanes) {
     const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_and_si256(value, lanes));
@@ -143,11 +142,11 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 #endif
 }
 
-// out[i] = bit i of `word`, as a byte, for the first `count` <= 32 elements.
+// out[i] = bit i of `word`, as a byte 0 or 1, for i < count <= 32.
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   uint8_t bytes[kMaskBits];
   for (int i = 0; i < 4; ++i) {
-    // Eight copies of a byte; copy i keeps bit i, and an addition carries the bit to the top bit of the copy.
+    // The product has eight copies of a byte. Copy i keeps bit i, and the addition carries it to the copy's high bit.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);
@@ -159,8 +158,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows. If all rows take more than kLarge bytes, aligned rows of a multiple of 64 bytes bypass the cache (with
-// AVX2 or AVX-512): a cached line is read before it is overwritten, a third of the traffic.
+// Copies rows. With AVX2 or AVX-512, stores bypass the cache if all rows have more than kLarge bytes, each row a
+// multiple of 64, and `to` is aligned to a vector. A store to the cache reads the line first, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

@@ -1,7 +1,8 @@
-// Matrix products C = A B small enough for the caches: a tile of C in registers, and a panel of B (a few vectors wide),
-// packed and padded with zeros or read in place. The terms of an element are added in order of k in every tile, so a
-// result depends neither on the number of threads nor on other rows. Its rounding depends on the instruction set, which
-// decides whether terms are added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
+// Matrix products C = A B that are small enough for the caches. A tile of C is in registers. A panel, a few vectors
+// wide, of the columns of B is packed and padded with zeros, or read in place. Every tile adds the terms of an element
+// in the order of k, so a result depends neither on the number of threads nor on other rows. Its rounding depends on
+// the processor: on fused multiply-adds, on products of pairs (pairs.h), and on where callers split long sums (kDepth
+// in cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile is kTileRows x kTileVectors vectors: 24 accumulators in the 32 registers of AVX-512, 12 in the 16 of other sets.
-// 12 x 2 vectors are a tenth slower than 6 x 4: 14 loads for 24 products instead of 10.
+// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of other sets. With
+// AVX-512, 12 x 2 vectors are a tenth slower: 14 loads for 24 products instead of 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4;
@@ -29,33 +30,33 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches memory of the next product during this one: without it, 64 rows times a 128 x 128 weight that is in no cache
-// take 1.5 times as long. Each step of the inner loop has one prefetch: a processor has about a dozen in flight, then waits.
+// Prefetches memory of the next product during this product. Without this, 64 rows times a 128 x 128 weight in no cache
+// take 1.5 times as long. Each step over k has one prefetch, since a processor waits with about a dozen in flight.
 struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
     int64_t bytes = 0;
   };
   Piece pieces[2];  // memory of the next product
-  int64_t steps;    // steps of this product that are left
-  bool fresh;       // the sums are written to new memory, which is prefetched too: saves a tenth of a product's time
-  // Cache lines of the next panels, which are prefetched before `pieces`. A tile of n steps prefetches one line from
-  // each of n rows that are `next.bytes` apart; if that is 64 bytes, it prefetches n consecutive lines.
+  int64_t steps;    // steps of the inner loop that this product still has
+  bool fresh;       // the memory of the sums is new, and is prefetched too: saves a tenth of a product's time
+  // Cache lines to prefetch before `pieces`, for the next panels. A tile of n steps prefetches one line from each of n
+  // rows that are next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
   struct Lines {
-    Piece next;  // first address, and the distance to the next one
-    int64_t left = 0;  // lines that are left in each row
+    Piece next;        // address of the next line in the first row, and bytes from row to row
+    int64_t left = 0;  // lines of each row that are still to prefetch
   };
   Lines lines[4] = {};
 
-  // Sets lines[at] to `bytes` of each row; rows are `apart` bytes apart. With rows_of_step = 2 (pairs), lines[at] has
-  // the even rows and lines[at + 1] the odd ones.
+  // Sets lines[at] to `bytes` bytes of each row; rows are `apart` bytes apart. If a step takes two rows (pairs),
+  // lines[at] has the even rows and lines[at + 1] the odd rows.
   void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
   void prefetch(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
-  // Takes the prefetches of the next `some` steps: the first address, and the distance from one to the next. If none
-  // are left, returns `mapped`, which may be any valid address.
+  // Returns what the next `some` steps prefetch: the first address, and the bytes from one address to the next. If
+  // nothing is left to prefetch, all steps get the address `mapped`, which may be any valid address.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
     for (Lines& line : lines) {
@@ -75,7 +76,7 @@ struct Prefetcher {
   }
 };
 
-// Stores a row of a tile: to (columns) = sum, or to += sum if `more`.
+// Stores a row of a tile: the first `columns` elements of `to` become `sum`, or to + sum if `more`.
 template <class T, int W>
 inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   constexpr int lanes = kLanes<T>;
@@ -89,9 +90,11 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   }
 }
 
-// The left side of a product: element (m, k) is at[m * row + k * step]. With row = 1 and step = kPackRows it is packed:
-// blocks of kPackRows rows, each (depth, kPackRows). If `packed` is not null, row is 1, and whole tiles are packed
-// there while they are multiplied; the caller has packed the rows left over.
+// The left side A (rows, depth) of a product, in one of three layouts.
+//   step = 1: element (m, k) is at[m * row + k].
+//   row = 1, step = kPackRows, packed = null: packed. Each block of kPackRows rows is stored as (depth, kPackRows).
+//   row = 1, packed not null: element (m, k) is at[m + k * step]. Tiles of kTileRows rows are copied to `packed`, in
+//   the packed layout, while they are multiplied. The caller has already packed the rows after the last whole tile.
 template <class T>
 struct Left {
   const T* at;
@@ -100,7 +103,7 @@ struct Left {
 
   static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kPackRows) * depth + m % kPackRows; }
 
-  // The tile that starts at row m, whole or left over.
+  // The layout of the tile that starts at row m. whole: it has kTileRows rows.
   Left from(int64_t m, int64_t depth, bool whole) const {
     if (packed != nullptr && whole) return {at + m, row, step, packed + packed_at(m, depth)};
     if (packed != nullptr) return {packed + packed_at(m, depth), 1, kPackRows};
@@ -108,25 +111,27 @@ struct Left {
   }
 };
 
-// Whether `rows` rows of A should read a panel of B in place instead of packing it. `apart`: bytes from row to row of
-// B. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as fast for 4, 6 and 24 rows. Break-even is
-// at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of the caches), else at 150. With other
-// instruction sets panels are at most one cache line wide, and 16 rows take 1.1 to 1.5 times as long in place.
+// Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
+// row to row of B. With AVX-512 and a 512 x 512 B, reading in place is 1.8, 1.26 and 1.06 times as fast as packing for
+// 4, 6 and 24 rows. Packing becomes faster from 24 to 48 rows on if `apart` is 4 KB or more, since rows then share few
+// sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most one cache
+// line wide, and reading in place takes 1.1 to 1.5 times as long for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
-// Whether PanelProduct accepts an unpacked b: it has the columns of a whole panel, or of half a panel that is read in place.
+// Whether PanelProduct accepts an unpacked b: its columns fill a whole panel, or half a panel that is read in place.
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
-// How a tile reads b: from the packed panel; in place, and packs it for later tiles; in place only.
+// How a tile reads b. packed: from the packed panel; packs: in place, and packs b for later tiles; in_place: in place.
 enum class Right { packed, packs, in_place };
 
-// c (rows, columns <= kPanel) = a b, or c += a b if `more`. Either b == packed, a panel (depth, kPanel), or rows of b are
-// b_row apart; then the first tile packs them into `packed` unless they are better read in place. In: T, or Bf16Pair.
+// c (rows, columns <= kPanel) = a b, or c += a b if `more`. If b == packed, b is a packed panel (depth, kPanel).
+// Otherwise rows of b are b_row elements apart, and the first tile packs b into `packed` unless reads_in_place. In, the
+// type of the factors' elements, is T or Bf16Pair.
 template <class T, class In = T>
 struct PanelProduct {
   Left<In> a;
@@ -137,11 +142,11 @@ struct PanelProduct {
   T* c;
   int64_t c_row, rows, columns;
   bool more;
-  char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
+  char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
 
-  // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
-  // some rows are computed twice if left < M. A pointer at[m] serves row m of both halves, with offset `upper` or
-  // `lower`, since rows of the second half are at a constant distance from those of the first.
+  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
+  // some rows are computed twice if left < M. The distance between the halves is constant, so the pointer at[m] serves
+  // row m of both, with offset `upper` or `lower`.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -168,7 +173,7 @@ struct PanelProduct {
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
-        // The hardware does not prefetch rows that are far apart: this saves a tenth of the time of 512 rows.
+        // The hardware does not prefetch rows that are far apart. This prefetch saves a tenth of the time of 512 rows.
         if constexpr (right != Right::packed) __builtin_prefetch(row + 8 * b_row + w * lanes);
         if constexpr (right == Right::packs) store(packed + k * kPanel<T> + w * lanes, v[w]);
       }
@@ -201,7 +206,7 @@ struct PanelProduct {
     }
   }
 
-  // Tiles of rows `first` up to `last`. The loop has a function of its own and a copy of *this that no store can change,
+  // The tiles of rows first to last - 1. The loop is a function of its own with a copy of *this that no store changes,
   // so that addresses stay in registers: saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
@@ -215,8 +220,9 @@ struct PanelProduct {
   template <int W, Right right>
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
-    // A last tile of one or two rows would wait for b. Instead, the last 7 or 8 rows become two tiles of four (8 rows:
-    // 0.9 of the time), unless a is or becomes packed: such a tile could cross the end of a packed block.
+    // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
+    // of four rows (0.9 of the time for 8 rows). This excludes an a that is packed or
+    // is being packed, since a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
@@ -246,8 +252,8 @@ struct PanelProduct {
   }
 };
 
-// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. b(k, j) is b[k * b_k + j * b_j],
-// and b_k or b_j is 1.
+// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Element (k, j) of b is
+// b[k * b_k + j * b_j], and b_k or b_j is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {

@@ -1,5 +1,5 @@
-// A binary tree of smooth steps (paper 001, eqs. 3 and 9). Node 1 is the root, node m has children 2m and 2m + 1, nodes 1
-// to E - 1 are inner nodes, and E to 2E - 1 are the leaves.
+// A binary tree of smooth steps over E experts (paper 001, eqs. 3 and 9). Node 1 is the root, node m has children 2m
+// and 2m + 1, nodes 1 to E - 1 are inner nodes, and nodes E to 2E - 1 are leaves.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -7,18 +7,18 @@
 namespace moe {
 
 struct Tree {
-  int num_experts, full, deep;  // full: 2^depth; deep: number of leaves at that depth, the leftmost ones
+  int num_experts, full, deep;  // full: 2^depth; deep: number of leaves at the full depth, which are the left-most ones
 
   explicit Tree(int64_t experts) : num_experts(static_cast<int>(experts)), full(1) {
     while (full < num_experts) full *= 2;
     deep = 2 * num_experts - full;
   }
-  // The node of an expert, and the expert of a leaf: experts are the leaves from left to right.
+  // leaf: the node of an expert; expert: the expert of a leaf. Experts are the leaves from left to right.
   __device__ int leaf(int expert) const { return expert < deep ? full + expert : num_experts + expert - deep; }
   __device__ int expert(int leaf) const { return leaf >= full ? leaf - full : leaf - num_experts + deep; }
 };
 
-// The larger (or the smaller) of two numbers; NaN if either is NaN.
+// most_or_nan: the larger of two numbers; least_or_nan: the smaller. NaN if either number is NaN.
 __device__ __forceinline__ float most_or_nan(float a, float b) {
 #ifdef SIMT_HOST
   return a != a || a > b ? a : b;
@@ -44,18 +44,17 @@ struct SmoothStep {
 
   explicit SmoothStep(float gamma) : half(0.5f * gamma), slope(1.0f / gamma) {}
 
-  // t clamped to -gamma / 2 .. gamma / 2; NaN for NaN.
   __device__ float clamp(float t) const { return least_or_nan(most_or_nan(t, -half), half); }
 
-  // 1/2 + t / gamma of a clamped t, to full relative precision: near t = -gamma / 2 the sum t + gamma / 2 is exact. At
-  // t = gamma / 2 the result is 1 or the float below 1; the smooth step of both is 1.
+  // 1/2 + t / gamma of a clamped t. The relative error is small also near t = -gamma / 2, where t + gamma / 2 is exact.
+  // At t = gamma / 2 the result is 1 or the float below 1; the smooth step of both is 1.
   __device__ float share(float t) const { return (t + half) * slope; }
 };
 
 __device__ __forceinline__ float smooth(float u) { return u * u * fmaf(-2.0f, u, 3.0f); }
 
-// A node goes left with probability h = u^2 (3 - 2u) and right with w^2 (3 - 2w), u + w = 1. If it is saturated, u or w
-// is exactly 0.
+// The branches of a node with pre-activation t: left has the probability h = u^2 (3 - 2u), right w^2 (3 - 2w), with
+// u = 1/2 + t / gamma clamped to [0, 1] and w = 1 - u. The node is saturated if u or w is exactly 0.
 struct Split {
   float u, w;
 
@@ -67,9 +66,9 @@ struct Split {
   __device__ float right() const { return smooth(w); }
   __device__ bool saturated() const { return u == 0.0f || w == 0.0f; }
 
-  // d/dt of a h + b (1 - h) with constants a and b, given below_left = a h and below_right = b (1 - h):
-  // below_left h' / h - below_right h' / (1 - h), over one denominator. h' / h is 6 w / (gamma u (3 - 2u)), and
-  // below_left has the factor u^2, so the quotient is finite.
+  // The derivative to t of a h + b (1 - h) with constants a and b, given below_left = a h and below_right = b (1 - h).
+  // It is below_left h' / h - below_right h' / (1 - h), over one denominator, with h' / h = 6 w / (gamma u (3 - 2u)).
+  // The quotient is finite, since below_left has the factor u^2.
   __device__ float derivative(float below_left, float below_right, const SmoothStep& step) const {
     if (saturated()) return 0.0f;
     const float numerator = below_left * right() - below_right * left();

@@ -1,4 +1,5 @@
-// Loads and stores of global memory. store_streaming is for data that is not read again and should be evicted first.
+// Loads and stores of global memory. store_streaming is for data that the kernel does not read again: the cache evicts
+// it first.
 #pragma once
 
 #include "moe/platform.cuh"

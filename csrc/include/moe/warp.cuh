@@ -10,8 +10,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
 
-// The sum over all lanes, or over each group of `lanes` neighbours (a power of two). The order of additions is fixed, so
-// all lanes of a group have the same bits in every run.
+// The sum over each group of `lanes` neighbouring lanes (a power of two). The order of additions is fixed: all lanes of
+// a group get the same bits, in every run.
 __device__ __forceinline__ float warp_sum(float value, int lanes = kWarpSize) {
 #pragma unroll
   for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
@@ -28,8 +28,7 @@ __device__ __forceinline__ float warp_max(float value, int lanes = kWarpSize) {
   return value;
 }
 
-// Sum over this lane and the lanes below it in its group of `lanes` neighbours (a power of two). lane: index in the
-// group.
+// The sum over this lane and all lower lanes of its group of `lanes` neighbours. lane: index in the group.
 __device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int lanes = kWarpSize) {
 #pragma unroll
   for (int offset = 1; offset < lanes; offset *= 2) {

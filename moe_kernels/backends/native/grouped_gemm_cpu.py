@@ -1,6 +1,6 @@
-"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch.mm where in_cpp says so.
+"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp if in_cpp returns True, else by torch.mm.
 
-After torch's products C++ adds the bias and applies the activation; but torch adds the bias to products in 16 bits.
+After torch's products, C++ adds the bias and applies the activation. If torch computes in 16 bits, it adds the bias.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Largest expert, in multiply-adds, that C++ multiplies in any case: one thread needs some 60 us for it.
+# Most multiply-adds per expert, on average, for which C++ always multiplies: one thread needs about 60 us for them.
 SMALL = 2**21
-# Fewest rows for each thread with which C++ multiplies large experts. With fewer rows torch.mm is faster: its threads
+# Fewest rows per thread for which C++ multiplies larger experts. With fewer rows torch.mm is faster, since its threads
 # share the columns.
 LEAST = 24
-# Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. With larger results separate
-# launches are better: each result is freed before the next one, which takes its memory without page faults.
+# Most bytes of intermediate results for which the expert MLP is one C++ call, which saves 10 us. With larger results
+# separate calls are faster: a result then takes memory that an earlier one freed, without page faults.
 AT_ONCE = 2**20
 
 
 def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    C++ multiplies small experts, and large ones if every thread has an expert or LEAST rows. It is then 1.2 times as
-    fast as torch in the median of 624 cases from 2**20 to 2**30 multiply-adds (Zen 4); on an Intel processor 1.1 to 1.3
-    times up to 2**24 and 0.8 times at 2**28 (float32, AVX-512). Large experts in bfloat16 are torch's where the
-    processor multiplies tiles of it (AMX), which C++ does not use.
+    C++ multiplies small experts, and larger ones if there is an expert, or LEAST rows, for each thread. It is then 1.2
+    times as fast as torch in the median of 624 cases from 2**20 to 2**30 multiply-adds (Zen 4). On an Intel processor
+    it is 1.1 to 1.3 times as fast up to 2**24 and 0.8 times at 2**28 (float32, AVX-512). torch multiplies larger
+    experts in bfloat16 if the processor has AMX, which C++ does not use.
     """
     num_experts, din, dout = size
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
@@ -78,7 +78,7 @@ def bwd_weight(
             "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
             (x_token, torch.int32, 1), (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
             (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1), (dweight, dtype, 3),
-            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # no din: column sums alone
+            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # din 0: only column sums
         )  # fmt: skip
     return dweight, dbias
 
@@ -112,10 +112,10 @@ def hidden_bwd(
 def mlp(
     native, x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre
 ) -> tuple[Tensor, Tensor] | None:
-    """y and pre of the expert MLP in one launch; None if AT_ONCE or in_cpp exclude it, or an index is out of range.
+    """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
 
-    plan: expert_offsets, row_token and slot_row. If it is None, the launch makes the plan from experts (T, K), where an
-    id of E or more is no choice.
+    plan: expert_offsets, row_token and slot_row. If it is None, C++ makes the plan from experts (T, K); ids from E on
+    are no choices.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape
@@ -154,13 +154,12 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
-    """Work of multiplying num_rows rows by a weight of `size` (E, Din, Dout), as the number of elements of a pointwise
-    operation that would take as long."""
+    """Number of elements of a pointwise operation that takes as long as num_rows rows times a weight of `size`."""
     return num_rows * size[1] * size[2] // 64
 
 
 def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]:
-    """MOE_GROUPED_GEMM_ARGS of csrc/cpu/ops.h. by_torch: torch's products, or None; C++ may write over them."""
+    """MOE_GROUPED_GEMM_ARGS of csrc/cpu/ops.h. by_torch: torch's products, which C++ may overwrite, or None."""
     dtype, torch_dtype = x.dtype, x.dtype if by_torch is None else by_torch.dtype
     return (
         dtype,
@@ -176,7 +175,7 @@ def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]
 
 
 def _weight(weight: Tensor) -> tuple[Any, ...]:
-    """The array and strides of weight (E, Din, Dout), whose last or middle dimension is contiguous."""
+    """The array and the three strides of a weight (E, Din, Dout). Its last or middle dimension is contiguous."""
     strides = weight.stride()
     by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
     array = weight.transpose(1, 2) if by_column else weight, weight.dtype, 3
@@ -184,7 +183,7 @@ def _weight(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Memory for a result (num_rows, width): that of `by_torch`, if given in this dtype, else new memory."""
+    """Memory for a result (num_rows, width): `by_torch` if it has this dtype, else new memory."""
     if by_torch is not None and by_torch.dtype == dtype:
         return by_torch
     return torch.empty(num_rows, width, dtype=dtype, device="cpu")
@@ -193,8 +192,8 @@ def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: in
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
     """torch's products, and the bias that C++ must still add, or None.
 
-    torch adds the bias to products in 16 bits, before it rounds them: a bias added after rounding may cancel most of
-    the product, and the rounding error would stay.
+    If torch computes in 16 bits, it adds the bias before it rounds. A bias added after rounding may cancel most of the
+    product and leave the rounding error.
     """
     added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
@@ -227,12 +226,12 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 
 
 def _in_tiles(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies tiles of this dtype, and so torch.mm."""
+    """Whether torch.mm uses the processor's matrix unit (AMX) for this dtype."""
     return dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 def _torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies: without tiles, 16 bits take 4 to 100 times as long as float32."""
+    """The dtype in which torch multiplies. Without AMX, 16 bits take 4 to 100 times as long as float32."""
     return torch.float32 if dtype.itemsize == 2 and not _in_tiles(dtype) else dtype
 
 

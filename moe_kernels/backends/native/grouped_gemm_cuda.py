@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
-COLUMNS = 128  # columns of a tile in C++; a tile writes one partial sum for each of its rows
+COLUMNS = 128  # columns of a tile in C++; hidden_bwd and norms get one partial sum per row and tile
 
 
 def fwd(
@@ -62,7 +62,7 @@ def hidden_bwd(
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D), every token's sum of its rows."""
+    """rows (R, D) -> (T, D): the sum of each token's rows."""
     out = rows.new_empty((num_tokens, rows.shape[1]))
     if rows.numel() == 0 or num_tokens == 0:
         return out.zero_()
@@ -85,7 +85,7 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:
-    """The array, strides and layout of a weight (E, Din, Dout) whose last or middle dimension is contiguous."""
+    """The array, two strides and layout of a weight (E, Din, Dout). Its last or middle dimension is contiguous."""
     transposed = weight.stride(2) != 1
     rows = weight.transpose(1, 2) if transposed else weight
     return (rows, dtype, 3), weight.stride(0), rows.stride(1), transposed
@@ -96,5 +96,5 @@ def _bias(bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]:
 
 
 def _partial(like: Tensor, num_rows: int, columns: int) -> Tensor:
-    """Memory for the partial sums of every tile of columns: (tiles, R) float32, with at least one tile."""
+    """Memory for partial sums of rows, one for each tile of columns: (tiles, R) float32, with at least one tile."""
     return like.new_empty((max(-(-columns // COLUMNS), 1), num_rows), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The routing plan on the C++ backends: make_plan takes the same arguments on both, the other two are CPU only."""
+"""The routing plans on the C++ backends: make_plan on both, with the same arguments, the other two only on the CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_kernels.library import plan_rows, words
 from moe_kernels.library.plan import refuse_unknown_experts
 
-COLUMNS = 16  # experts that csrc/cpu/plan.cpp handles together in plan_expert_choice
-ENTRY = 16  # largest size in bytes of a token's entry in the list of an expert's tokens
+COLUMNS = 16  # kColumns of csrc/cpu/plan.cpp: experts for which plan_expert_choice chooses tokens together
+ENTRY = 16  # bytes for a token in an expert's list: its key (8 for float64), its index, padding
 
 
 def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Sinkhorn's iteration on the C++ backends (csrc/cpu/sinkhorn.cpp, csrc/cuda/sinkhorn.cu)."""
+"""Sinkhorn's iteration on the C++ backends: csrc/cpu/sinkhorn.cpp and csrc/cuda/sinkhorn.cu."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _run(native, name, scores, taus, out, *grad, sums) -> None:
 
 
 def _matrix(x: Tensor) -> tuple[Any, int, int]:
-    """(batch, n, n) and its strides."""
+    """A matrix argument x (batch, n, n) and its first two strides."""
     return (x, x.dtype, 3), x.stride(0), x.stride(1)
 
 
 def _vectors(*vectors: Tensor | None) -> list[tuple[Tensor | None, torch.dtype, int]]:
-    """(batch, n) float64, or None."""
+    """Array arguments of rank 2 in float64, (batch, n) or None."""
     return [(x, torch.float64, 2) for x in vectors]

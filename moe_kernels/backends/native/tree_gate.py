@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_kernels.library import compute_dtype, contiguous_rows
 
-PAD = 16  # elements to which a row of scratch is rounded up
-BLOCK = 128  # tokens that go down a tree together
+PAD = 16  # kPad of csrc/cpu/tree_gate.cpp: rows of scratch are rounded up to a multiple of PAD elements
+BLOCK = 128  # kBlock of csrc/cpu/tree_route.cpp: tokens that descend a tree together
 
 
 def fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The number added to a leaf's probability, and the least probability of a leaf that counts (ops/tree_gate.py)."""
+    """The number added to leaf probabilities in the softmax, and the least probability in it (see ops/tree_gate.py)."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 
@@ -44,7 +44,7 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = compute_dtype(leaf_logits.dtype)
-    # As TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three rows of all leaves, a heap and two more PADs.
+    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three rows of all leaves, a heap, and 2 * PAD more.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)

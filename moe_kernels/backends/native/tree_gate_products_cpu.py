@@ -1,5 +1,8 @@
-"""The products of a tree gate on CPU tensors: all of them, as a grouped GEMM of one expert, or, if enough nodes are
-saturated, only those that tokens reach (csrc/cpu/tree_gate_products.cpp)."""
+"""The products of x with a tree gate's weights on CPU tensors: all of them, as a grouped GEMM of one expert, or, if
+enough nodes are saturated, only those of nodes and leaves that a token reaches (csrc/cpu/tree_gate_products.cpp).
+
+The trees are divided into a few top nodes, which are computed for all tokens, and branches (_nodes_above) below them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: room for a branch (_nodes_above); tokens at a time.
+# kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: room for the nodes and leaves of a branch; tokens at a time.
 COLUMNS, TILE = 32, 256
 
-# Skipping products pays if tokens reach at most the share WORTH of the branches, or less if P or T is small: a token in
-# a branch costs as much as OVERHEAD more elements of x, packing a branch as much as PACKING tokens. At P = 768 skipping
-# took 0.57 to 0.65 of the time of all products at a share of 0.23, 0.84 to 0.96 at 0.31. At most SAMPLE tokens are
-# tried first (_reach).
+# Skipping products saves time if tokens reach at most the share WORTH of the branches, or a smaller share if P or T is
+# small. A token in a branch costs as much as OVERHEAD more elements of x; packing a branch costs as much as PACKING
+# tokens. At P = 768 skipping took 0.57 to 0.65 of the time of all products at a share of 0.23, and 0.84 to 0.96 at
+# 0.31. _reach measures the share of a sample of at most SAMPLE tokens first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
@@ -91,17 +94,18 @@ def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _nodes_above(leaf_weight: Tensor) -> int:
-    """Number of nodes above the branches, which are subtrees of four levels of nodes and their leaves. 0: no branches.
+    """Number of a tree's top nodes, above the branches; 0 if the tree is not divided.
 
-    A tree of up to 32 experts would have two branches at most, one of over 1024 more than 64. tree_reach needs a bit
-    for each branch in a word of 64.
+    A branch is a subtree of at most four levels of nodes, and their leaves. Trees of up to 32 experts would have at
+    most two branches. Trees of over 1024 experts would have more than the 64 bits of tree_reach, one for each branch.
     """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
     return 2**levels - 1 if 1 < levels <= 6 else 0
 
 
 class _Reach(NamedTuple):
-    """top: pre-activations above the branches. token: the tokens of each branch; offsets: their starts and the end."""
+    """top: pre-activations of the top nodes. token: the tokens that reach each branch, branch by branch; offsets: the
+    start of each branch in `token`, and the end."""
 
     top: Tensor
     offsets: Tensor
@@ -109,10 +113,14 @@ class _Reach(NamedTuple):
 
 
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
-    """The tokens that reach each branch. top_of(step): pre-activations above the branches of every step-th token.
+    """The tokens that reach each branch, or None if all products should be computed.
 
-    None if skipping products does not pay, which a sample of tokens shows first. None also if a skipped product could
-    be NaN: the definition would return this NaN.
+    This is so if skipping products saves no time; a sample of tokens is tried first. It is also so if a skipped product
+    could be NaN, since the definition would return this NaN.
+
+    Args:
+        top_of: top_of(step) returns the pre-activations of the top nodes for every step-th token.
+        others: the weights, and biases or None. A NaN or infinity in them, or an overflow, could make a product NaN.
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
@@ -140,7 +148,7 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
 
 
 def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether every product of x with a weight, plus a bias, surely stays in the range of the compute dtype."""
+    """Whether a bound shows that no product of x with a weight, plus a bias, overflows or is NaN."""
     largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
     return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(compute_dtype(x.dtype)).max
 
@@ -149,7 +157,7 @@ def _run(native, name, x, split_weight, leaf_weight, split, leaf, found, results
     dtype, (tokens, dim), (trees, experts, _) = compute_dtype(x.dtype), x.shape, leaf_weight.shape
     x = contiguous_rows(x.to(dtype))
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
-    # scratch: a branch's weights or their gradient, and two blocks of logits. packed: the weights of all branches.
+    # scratch: weights of a branch or their gradient, and two blocks of logits. packed: the weights of all branches.
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
     scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
