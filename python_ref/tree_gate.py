@@ -41,8 +41,8 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
     """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
     p are the leaf probabilities. Without `parity` the terms are computed as p exp(leaf_logits), and leaves with p below
-    the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite. parity: "tf" and "bert"
-    compute log p as the authors' TensorFlow and BERT code (moe_kernels/ops/tree_gate.py).
+    the smallest normal number are left out, so that the derivative of a gate to p, up to 1 / p, is finite. parity: "tf"
+    and "bert" compute log p as the authors' TensorFlow and BERT code (moe_kernels/ops/tree_gate.py).
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
@@ -72,7 +72,11 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """Of tree_route, (T, K) each: nodes at least as likely as the leaf (int32); whether one is unsaturated (bool)."""
+    """Statistics of tree_route, (T, K) each.
+
+    visited (int32): number of inner nodes at least as likely as the leaf. unsaturated (bool): whether any of these is
+    unsaturated.
+    """
 
     visited: Tensor
     unsaturated: Tensor
@@ -93,7 +97,7 @@ def tree_route(
     weights = softmax of the logits of the K leaves. An expert that several trees chose keeps its first column, with the
     sum of its weights; its other columns get weight 0 and expert -1. visited: the nodes at least as likely as the leaf,
     which any search for the leaf must read. At a node whose pre-activation is NaN the token goes left; if the node is
-    visited, all of the token's weights are NaN.
+    visited, the token's weights are NaN, except in columns with expert -1.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()

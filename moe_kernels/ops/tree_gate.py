@@ -158,7 +158,7 @@ def tree_route(
         weights (T, K) and experts (T, K) int32; column k belongs to tree k. Weights are in the dtype of x, computed in
         float32 (float64 stays). An expert that several trees chose appears once, in the first of their columns, with
         the sum of their weights; their other columns have weight 0 and expert -1. At a node whose pre-activation is NaN
-        the token goes left, and all of its weights become NaN.
+        the token goes left, and its weights become NaN, except in columns with expert -1.
         With statistics also RouteStatistics(visited, unsaturated), each (T, K). visited (int32) counts the nodes at
         least as likely as the leaf: those on its path and, in unsaturated trees, perhaps others. unsaturated (bool)
         says whether one of these nodes was not saturated.

@@ -29,7 +29,7 @@ struct Tile {
   // a pitch of N + 8 these are in 32 different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
-  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "an A100 holds two blocks, and 1 KB of the system for each");
+  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and CUDA's 1 KB for each, fit in an A100's SM");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
@@ -258,7 +258,7 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While they
 // multiply 16 k, they load the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied. After the barrier all warps may read the next stage. This stage may then be filled again, since its
+// multiplied. After the barrier all warps may read the next stage, and the present one may be filled again, since its
 // fragments are in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
