@@ -181,7 +181,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
         (pickle.dumps([1]), "TypeError: "),
         (
             pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": 5}, protocol=2),
-            r"expected data uint8 \(n, 3072\) and labels int64 \(n,\), n > 0; got data \(1, 3072\) and torch.int64 \(\)",
+            r"expected data uint8 \(n, 3072\) and labels int64 \(n,\), n > 0; got data .* torch.int64 \(\)",
         ),
         (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),
     ],
