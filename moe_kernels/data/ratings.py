@@ -78,7 +78,7 @@ def load_published(file: Path) -> Ratings:
     """
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1
-    rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1, 1, "a rating from 1 to 5, a time")
+    rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1, 1, "a rating from 1 to 5, a timestamp")
     return with_unseen(file, "movielens-1m", rows[:, 0], rows[:, 1], rows[:, 2].float())
 
 
@@ -115,18 +115,18 @@ def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Ge
 
 
 def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int, first_id: int, rest: str) -> Tensor:
-    """The rows. ValueError if there are none, some are `wrong`, or ids, here from 0, are not below MAX_IDS."""
+    """The rows; ValueError if there are none, some are `wrong`, or an id is not in [0, MAX_IDS).
+
+    first_line, first_id: numbers of the first line and the first id in the file. rest: names the columns after the ids.
+    """
+    expected = f"rows of a user and a movie from {first_id} to {MAX_IDS - 1 + first_id}, {rest}"
+    if len(rows) == 0:
+        raise ValueError(f"data: {file}: expected {expected}; got none")
     wrong = wrong | (rows[:, :2] < 0).any(1) | (rows[:, :2] >= MAX_IDS).any(1)
-    if len(rows) == 0 or wrong.any():
-        line, got = "", "none"
-        if len(rows):
-            number = int(wrong.nonzero()[0])
-            line, got = (
-                f", line {number + first_line}",
-                str((rows[number, :2] + first_id).tolist() + rows[number, 2:].tolist()),
-            )
-        ids = f"{first_id} to {MAX_IDS - 1 + first_id}"
-        raise ValueError(f"data: {file}{line}: expected rows of a user and a movie from {ids}, {rest}; got {got}")
+    if wrong.any():
+        number = int(wrong.nonzero()[0])
+        got = (rows[number, :2] + first_id).tolist() + rows[number, 2:].tolist()
+        raise ValueError(f"data: {file}, line {number + first_line}: expected {expected}; got {got}")
     return rows
 
 

@@ -59,7 +59,7 @@ def differentiated(
 
 
 def random_rows(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """(rows, n). kind: "normal", "ties", "constant", "sorted", or "special": NaN, infinities, zeros, denormals, limits."""
+    """(rows, n). kind: "normal", "ties", "constant", "sorted", "special" (NaN, infinities, 0, denormals, limits)."""
     if kind == "constant":
         return torch.full((rows, n), 0.5, dtype=dtype)
     if kind == "ties":
