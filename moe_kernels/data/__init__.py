@@ -81,7 +81,7 @@ def load(name_or_path: str | Path) -> Dataset:
                 CIFAR-10    data_batch_1.bin .. data_batch_5.bin and test_batch.bin, or the Python batches, the same
                             names without .bin; also in the folder's cifar-10-batches-bin and -py
                 CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels; also in
-                            cifar-100-binary and -python
+                            the folder's cifar-100-binary and -python
                 SVHN        train_32x32.mat and test_32x32.mat, and extra_32x32.mat for more training images
                 MNIST and SVHN, if both are in the folder, become one set as in paper 001: see data.svhn
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
@@ -91,8 +91,8 @@ def load(name_or_path: str | Path) -> Dataset:
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext
-            a file      of a set, for this set, whatever else is in the folder; not a file of class names. Any other
-                        .txt or .txt.gz is text: 90 % train, 5 % validate, 5 % test
+            a file      of samples: it stands for its set, whatever else is in the folder; any other .txt or .txt.gz is
+                        text, of which 90 % train, 5 % validate and 5 % test
 
     Raises:
         ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.

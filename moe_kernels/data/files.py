@@ -1,6 +1,6 @@
 """Reads files of unknown origin: returns the whole content, or raises an error with the reason.
 
-No file can run code. Every reader limits the size of a file, except `matlab`.
+No file can run code. `read` limits the size of a file, `matlab` does not.
 """
 
 from __future__ import annotations

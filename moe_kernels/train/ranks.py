@@ -216,7 +216,7 @@ class SerialRun(Run):
 
 
 def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, torch draws the numbers of a rank for the run's next step; for rank 0 from the current state."""
+    """Inside the block, torch draws a rank's numbers for the run's next step; rank 0 draws from the current state."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 
