@@ -103,6 +103,9 @@ def test_books_from_its_file(tmp_path):
     assert every[0, 0, 1.0] == 10
     assert every[1, 0, 1.0] == 0  # read without a rating
     assert sum(watched for _, _, watched in every) == 7 * 6 + 6 * 6
+    (tmp_path / "BX-Book-Ratings.csv").write_text("x" * 200_000)  # longer than csv's limit of a field
+    with pytest.raises(ValueError, match=r"BX-Book-Ratings\.csv: expected a user, a book and a rating"):
+        data.load(tmp_path)
     (tmp_path / "BX-Book-Ratings.csv").write_text("User;Book\n")
     with pytest.raises(ValueError, match="expected the header User-ID, ISBN, Book-Rating"):
         data.load(tmp_path)

@@ -63,7 +63,10 @@ def load_books(file: Path) -> Ratings:
     random tenth of all rows is the test set.
     """
     text = read(file).decode("latin-1")
-    rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
+    try:
+        rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
+    except csv.Error as error:
+        raise ValueError(f"data: {file}: expected a user, a book and a rating in every line: {error}") from error
     header = [name.strip() for name in rows[0]] if rows else []
     if header != ["User-ID", "ISBN", "Book-Rating"]:
         raise ValueError(f"data: {file}: expected the header User-ID, ISBN, Book-Rating, got {header}")

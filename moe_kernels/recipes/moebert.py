@@ -84,7 +84,7 @@ class MoEBERT(TextRecipe):
     )
 
     def splits(self, data: Any) -> Splits:
-        """With --bert: windows of tokens, and numbers in [0, 1) that choose the tokens to mask outside of training."""
+        """With --bert: windows of tokens, and numbers in [0, 1) that choose the tokens to mask, except in training."""
         if not self.bert:
             return super().splits(data)
         train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))

@@ -23,7 +23,7 @@ class Comparison:
     """The runs of all sides, with the same seeds, batches and steps and the same learning rates to choose from.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
-    rate whose last evaluation on the remaining tenth is best. It does not use the test set.
+    rate with the best last evaluation on the remaining tenth. Tuning does not use the test set.
     """
 
     def __init__(

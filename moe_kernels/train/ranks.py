@@ -1,8 +1,8 @@
 """Training on several ranks: torchrun --nproc-per-node 2 -m moe_kernels train RECIPE --expert-parallel 2.
 
 Every rank builds the same task, keeps its share of the experts, and takes a part of every training batch. Gradients are
-means over ranks, weighted by samples. Every rank evaluates the whole test set. Rank 0 prints and writes. A checkpoint
-has unsharded tensors; any number of ranks, or one process, can read it.
+means over ranks, weighted by samples. Every rank evaluates the whole test set. Only rank 0 prints the results, and
+only its files are kept. A checkpoint has unsharded tensors; any number of ranks, or one process, can read it.
 
 Random numbers: rank 0 draws from the run's random state, as one process does; every other rank has another random state
 for each step. Whether the experts of a competition gate compete depends only on seed, layer and step, so all ranks and
@@ -90,7 +90,7 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean number of all ranks.
+    """A rank's samples of a batch, and their weight: the number of these samples over the mean number per rank.
 
     A rank without samples gets the first sample of the batch with weight 0.
     """
