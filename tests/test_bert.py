@@ -301,4 +301,4 @@ def test_a_folder_without_a_checkpoint_is_an_error(checkpoint, text, tmp_path, d
 def test_a_share_larger_than_the_checkpoints_layers_is_an_error(checkpoint, text, capsys):
     args = arguments(checkpoint, text, "--sides", "hash", "--steps", "2", "--expert-hidden", "30", "--share", "25")
     assert train.run(args) == 2
-    assert "share must be at most 24, the least of hidden and expert-hidden; got 25" in capsys.readouterr().err
+    assert "share must be at most 24, the smaller of hidden and expert-hidden; got 25" in capsys.readouterr().err

@@ -36,9 +36,9 @@ def test_sarcos_from_its_two_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("sarcos_inv", [[1.0] * 27], "expected sarcos_inv to be rows of 28 numbers, got float64 (1, 27)"),
-        ("sarcos_inv", [[float("nan")] * 28], "expected finite numbers in sarcos_inv"),
-        ("sarcos_inv", [["a"] * 28], "expected sarcos_inv to be rows of 28 numbers"),
+        ("sarcos_inv", [[1.0] * 27], "expected sarcos_inv to be floating point (n, 28), n > 0; got float64 (1, 27)"),
+        ("sarcos_inv", [[float("nan")] * 28], "expected finite numbers in sarcos_inv; got nan"),
+        ("sarcos_inv", [["a"] * 28], "expected sarcos_inv to be floating point (n, 28)"),
     ],
 )
 def test_a_wrong_sarcos_file_is_an_error(tmp_path, name, content, message):
@@ -74,9 +74,16 @@ def test_jester_from_its_file(tmp_path):
     unseen = [(user, joke) for user, joke, watched in every if not watched]
     assert all((user, joke, 1.0) not in every and every[user, joke, 0.0] == 0 for user, joke in unseen)
     assert len(found.train[0]) + len(found.test[0]) == 2 * len(rated)
-    (tmp_path / "jester_ratings.dat").write_text("1\t\t2\t\t11.0\n")
-    with pytest.raises(ValueError, match="a rating from -10 to 10"):
-        data.load(tmp_path)
+    for line, message in {
+        "1\t\t2\t\t11.0": r"a rating from -10 to 10 in every line; got \[1.0, 2.0, 11.0\]",
+        "1\t\t2\t\tnan": "a rating from -10 to 10",
+        "1\t\t2": r"user, joke and rating; got an array \(1, 2\)",
+        "": r"user, joke and rating; got an array \(0,\)",
+        "1\t\t1\t\t5.0": "fewer than 90 % of the 1 jokes; all 1 rated more",
+    }.items():
+        (tmp_path / "jester_ratings.dat").write_text(line)
+        with pytest.raises(ValueError, match=message):
+            data.load(tmp_path)
 
 
 def test_books_from_its_file(tmp_path):
@@ -86,7 +93,7 @@ def test_books_from_its_file(tmp_path):
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
-    with pytest.raises(ValueError, match="has rated nearly all movies"):
+    with pytest.raises(ValueError, match="one user has 6 ratings, and there are 6 items"):
         data.load(tmp_path)  # every user has read every book
     lines += [f'"{user}";"05{book}";"7"' for user in range(20, 26) for book in range(6)]
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
@@ -96,6 +103,9 @@ def test_books_from_its_file(tmp_path):
     assert every[0, 0, 1.0] == 10
     assert every[1, 0, 1.0] == 0  # read without a rating
     assert sum(watched for _, _, watched in every) == 7 * 6 + 6 * 6
+    (tmp_path / "BX-Book-Ratings.csv").write_text("x" * 200_000)  # longer than csv's limit of a field
+    with pytest.raises(ValueError, match=r"BX-Book-Ratings\.csv: expected a user, a book and a rating"):
+        data.load(tmp_path)
     (tmp_path / "BX-Book-Ratings.csv").write_text("User;Book\n")
     with pytest.raises(ValueError, match="expected the header User-ID, ISBN, Book-Rating"):
         data.load(tmp_path)

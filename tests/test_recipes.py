@@ -346,7 +346,7 @@ def test_a_data_set_of_the_wrong_kind_is_an_error(arguments, capsys):
         (
             "moebert",
             ("--hidden", "16", "--expert-hidden", "8", "--share", "9", "--check-steps", "0", "--sides", "hash"),
-            "moebert: share must be at most 8, the least of hidden and expert-hidden; got 9",
+            "moebert: share must be at most 8, the smaller of hidden and expert-hidden; got 9",
         ),
         (
             "comet_mixer",

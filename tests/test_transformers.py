@@ -378,6 +378,48 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_records_the_logits_of_a_router_for_its_balance_loss(compiled):
+    from moe_kernels.nn import TopKGate
+    from moe_kernels.nn.policies import TokenChoice
+
+    model = model_of("mixtral")  # with output_router_logits
+    model.set_experts_implementation("moe_kernels")
+    for layer in model.model.layers:
+        layer.mlp.gate = mk_transformers.Router(TopKGate(32, 4, 2), TokenChoice())
+    if compiled:
+        model(ids())  # transformers installs its hooks under a lock, which Dynamo cannot trace
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    out = call(ids(), labels=ids())
+    assert [each.shape for each in out.router_logits] == [(48, 4)] * 2
+    assert all((each.softmax(-1) < 1e-30).sum() == 48 * 2 for each in out.router_logits)  # gates of 0
+    assert out.aux_loss.requires_grad
+    out.loss.backward()
+    assert all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
+    assert model(ids(), output_router_logits=False).router_logits is None
+
+
+def test_the_block_of_a_router_compiles_alone():
+    from moe_kernels.nn import TopKGate
+
+    model = model_of("mixtral", output_router_logits=False, num_hidden_layers=1).eval()
+    model.set_experts_implementation("moe_kernels")
+    block = model.model.layers[0].mlp
+    block.gate = mk_transformers.Router(TopKGate(32, 4, 2))
+    expected = model(ids()).logits
+    block.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(ids()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_do_not_run_fused_read_gate_weights_in_float32():
+    experts, third = experts_of("nemotron_h").to(torch.bfloat16), torch.tensor(1 / 3)
+    weights = torch.stack([third, -third.bfloat16().float()]).expand(10, 2)  # their sum is 0 in bfloat16
+    with Operators() as seen:
+        y = mk_transformers.experts_forward(experts, torch.randn(10, 32), torch.ones(10, 2, dtype=torch.int64), weights)
+    assert "combine_fwd" in seen.names
+    assert (y != 0).any()
+
+
 def test_a_trace_without_gradients_can_be_differentiated_later():
     experts = experts_of("mixtral")
     x, index = torch.randn(5, 32), torch.randint(0, 4, (5, 2))

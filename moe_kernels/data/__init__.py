@@ -1,11 +1,12 @@
-"""The papers' data sets, read from the files in which they are published.
+"""The papers' data sets, read from the files in which they are published, and scikit-learn's digits.
 
-Nothing is downloaded, and no file can run code: the reader of pickles accepts only arrays of bytes and plain
-containers.
+Nothing is downloaded, and no file can run code: the reader of pickles accepts only arrays of bytes, numbers, strings
+and plain containers.
 
-Images are float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1, the public COMET code's
-Normalize(0.5, 0.5)), labels int64 (n,). Text is uint8 indices into the bytes of its vocabulary.
-A table is x and y, float32. Ratings are rows of user, movie, watched and rating.
+`load` returns one of four kinds. Images: float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1,
+the public COMET code's Normalize(0.5, 0.5)), and labels int64 (n,). Text: uint8 indices into the bytes of its
+vocabulary. Table: x and y, float32. Ratings: rows of user, movie, watched and rating. `multi_mnist` and `celeba` return
+TaskImages: uint8 images with several labels each.
 """
 
 from __future__ import annotations
@@ -74,32 +75,33 @@ def load(name_or_path: str | Path) -> Dataset:
 
     Args:
         name_or_path:
-            "digits"    scikit-learn's 1,797 images of 8 x 8; a fixed random fifth of them is the test set
+            "digits"    scikit-learn's 1,797 images of 8 x 8; 360 of them, a fixed random choice, are the test set
             a folder    with exactly one of these sets; if it has several, the error lists them:
                 MNIST       train-images-idx3-ubyte and the three other files, plain or .gz (also Fashion-MNIST)
                 CIFAR-10    data_batch_1.bin .. data_batch_5.bin and test_batch.bin, or the Python batches, the same
                             names without .bin; also in the folder's cifar-10-batches-bin and -py
                 CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels; also in
-                            cifar-100-binary and -python
+                            the folder's cifar-100-binary and -python
                 SVHN        train_32x32.mat and test_32x32.mat, and extra_32x32.mat for more training images
-                MNIST and SVHN in one folder are mixed as in paper 001: see data.svhn
+                MNIST and SVHN, if both are in the folder, become one set as in paper 001: see data.svhn
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
-                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv and
-                            movielens_test.csv, plain or .gz
+                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv (or _train)
+                            and movielens_test.csv, plain or .gz
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
-                text        tiny_shakespeare.txt, enwik8, text8 (plain, .gz or .zip), wikitext in its parts
-            a file      any file of a set stands for its set, whatever else is in the folder; any other .txt or .txt.gz
-                        is text: 90 % train, 5 % validate, 5 % test
+                text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext
+            a file      of samples: it stands for its set, whatever else is in the folder; any other .txt or .txt.gz is
+                        text, of which 90 % train, 5 % validate and 5 % test
 
     Raises:
         ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.
-        ImportError: what the set needs is missing: scikit-learn (digits), scipy (SVHN, SARCOS), numpy or Pillow (JPEG).
+        ImportError: a package is missing: scikit-learn (digits), scipy (SVHN, SARCOS), numpy or Pillow (JPEG).
+        OSError: a file cannot be read.
     """
     if str(name_or_path) == "digits":
         return images.digits()
-    path = Path(os.path.expanduser(name_or_path))  # keeps "~name" of an unknown user
+    path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for an unknown user
     if not path.exists():
         raise ValueError(f"data: expected 'digits' or a path to {_EXPECTED}; there is no {path}")
     found = _sets(path)
@@ -117,9 +119,10 @@ def load(name_or_path: str | Path) -> Dataset:
 
 
 def describe(data: Dataset) -> dict[str, Any]:
-    """Properties of a data set that a model needs.
+    """The properties of a data set from which `blank` makes one without its samples, as values that JSON has.
 
-    Kind and name, and by kind: classes and shape; vocabulary; numbers of inputs and outputs; or of users and movies.
+    "kind", "name", and for Images the classes and the shape, for Text the vocabulary, for Table the numbers of inputs
+    and outputs, for Ratings the numbers of users and movies.
     """
     properties: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
     if isinstance(data, Images):
@@ -132,7 +135,7 @@ def describe(data: Dataset) -> dict[str, Any]:
 
 
 def blank(properties: dict[str, Any], length: int) -> Dataset:
-    """A data set of one row of zeros (a text: `length` bytes) with the properties that `describe` returned."""
+    """A data set with the properties that `describe` returned: a row of zeros in each part (Text: `length` zeros)."""
     kind, name = properties["kind"], properties["name"]
     if kind == "Images":
         shape = tuple(properties["image_shape"])
@@ -150,7 +153,7 @@ def blank(properties: dict[str, Any], length: int) -> Dataset:
 
 
 def _sets(path: Path) -> dict[tuple[str, Path], Path]:
-    """(kind, place) -> one of the set's files, for every set at `path`, a file or a folder."""
+    """(kind, place) -> one of the set's files, for every set at `path`; _LOADERS[kind](place) loads the set."""
     files = [path]
     if path.is_dir():
         folders = [path, *(path / name for name in _FOLDERS)]
@@ -160,7 +163,6 @@ def _sets(path: Path) -> dict[tuple[str, Path], Path]:
         if images.IDX_NAME.fullmatch(file.name):
             found.setdefault(("MNIST", file.parent), file)
         elif key := next(filter(None, (kind.find(file) for kind in _KINDS)), None):
-            # A set in two formats is listed twice, with two places.
             found.setdefault(key, file)
         elif file.suffix == ".npz" and (file == path or _has_jpegs(file)):
             found[("JPEG", file)] = file

@@ -37,10 +37,10 @@ _KINDS = {
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of set that a file belongs to and its place: folder/*.bin, or folder/* for Python batches."""
+    """(kind, place) of the set with this file, place folder/*.bin or, for Python batches, folder/*."""
     if match := _TEN.fullmatch(file.name):
         return "CIFAR-10", file.parent / f"*{match[2] or ''}"
-    # Other data sets have a file "train" too; the file beside it identifies CIFAR-100.
+    # Other data sets have a file "train" too; the file of class names identifies CIFAR-100.
     match = _HUNDRED.fullmatch(file.name)
     if match and (file.parent / ("fine_label_names.txt" if match[2] else "meta")).is_file():
         return "CIFAR-100", file.parent / f"*{match[2] or ''}"
@@ -48,7 +48,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def load(kind: str, place: Path) -> Images:
-    """The set of that kind whose files are at `place`."""
+    """The set of the kind and place that `find` returned."""
     layout = _KINDS[kind]
     files = [place.parent / (name + place.suffix) for name in layout.batches]
     missing = [file.name for file in files if not file.is_file()]
@@ -72,12 +72,14 @@ def _python(file: Path, name: str, kind: _Kind) -> tuple[Tensor, Tensor]:
     try:
         batch = unpickle(read(file))
         x, y = tensor(batch[b"data"]), torch.tensor(batch[kind.label_key])
-    except Exception as error:  # Unpickler raises many kinds of errors for broken pickles
+    except Exception as error:  # Unpickler raises many kinds of errors for damaged pickles
         keys = f"data, {kind.label_key.decode()}"
-        raise ValueError(f"data: {file}: expected a {name} Python batch ({keys}); {error}") from error
-    if x.shape != (len(y), prod(SHAPE)) or y.dtype != torch.int64 or y.dim() != 1 or len(y) == 0:
         raise ValueError(
-            f"data: {file}: expected data uint8 ({len(y)}, 3072) and as many whole numbers; got {tuple(x.shape)} and "
-            f"{y.dtype} {tuple(y.shape)}"
+            f"data: {file}: expected a {name} Python batch ({keys}); {type(error).__name__}: {error}"
+        ) from error
+    if y.dim() != 1 or y.dtype != torch.int64 or len(y) == 0 or x.shape != (len(y), prod(SHAPE)):
+        raise ValueError(
+            f"data: {file}: expected data uint8 (n, {prod(SHAPE)}) and {kind.label_key.decode()} int64 (n,), n > 0; "
+            f"got data {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}"
         )
     return x, y

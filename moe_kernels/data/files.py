@@ -1,6 +1,6 @@
 """Reads files of unknown origin: returns the whole content, or raises an error with the reason.
 
-No file can run code. The size of a file is limited, except that of a MATLAB file.
+No file can run code. `read` limits the size of a file, `matlab` does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(file: Path) -> bytes:
     """The content of a file, of a .gz, or of the one file in a .zip.
 
     Raises:
-        ValueError: a damaged archive, a gzip file that is not called .gz, or more than LIMIT bytes.
+        ValueError: a damaged archive, a .zip of no or several files, a gzip file not called .gz, more than LIMIT bytes.
     """
     with file.open("rb") as opened:
         try:
@@ -49,14 +49,14 @@ def read(file: Path) -> bytes:
             elif file.suffix == ".zip":
                 with zipfile.ZipFile(opened) as archive:
                     if len(archive.namelist()) != 1:
-                        raise ValueError(f"it has {len(archive.namelist())}")
+                        raise ValueError(f"it has {len(archive.namelist())} files")
                     content = archive.open(archive.namelist()[0]).read(LIMIT + 1)
             else:
                 content = opened.read(LIMIT + 1)
         except Exception as error:  # gzip and zipfile raise many kinds of errors for damaged files
             kind = {".gz": "gzip file", ".zip": "zip file with one file in it"}.get(file.suffix, "file")
             raise ValueError(f"data: {file}: expected a whole {kind}; {error}") from error
-    if content[:2] == GZIP and file.suffix != ".gz":  # no other file that is read here begins with these bytes
+    if content[:2] == GZIP and file.suffix != ".gz":  # no data set's file begins with these bytes
         raise ValueError(f"data: {file}: a gzip file must have a name that ends in .gz; rename it to {file.name}.gz")
     if len(content) > LIMIT:
         raise ValueError(f"data: {file}: expected at most {LIMIT} bytes, got more")
@@ -71,7 +71,7 @@ def as_bytes(content: bytes | bytearray) -> Tensor:
 def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, first_line: int) -> Tensor:
     """Lines of whole numbers as int64 (len(lines), columns). first_line: number of the first line, for errors."""
     content = separator.join(lines)
-    others = content.translate(None, b"-0123456789" + separator)  # int() would accept blanks, "+" and "_"
+    others = content.translate(None, b"-0123456789" + separator)  # such as blanks, "+" and "_", which int() accepts
     if not others and all(line.count(separator) == columns - 1 for line in lines):
         try:
             cells = list(map(int, content.split(separator))) if lines else []
@@ -81,14 +81,14 @@ def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, fir
     for number, line in enumerate(lines, first_line):
         if not re.fullmatch(rb"-?\d{1,18}(%s-?\d{1,18}){%d}" % (separator, columns - 1), line):
             raise ValueError(
-                f"data: {file}, line {number}: expected {columns} whole numbers between {separator.decode()!r}, "
-                f"got {line[:60]!r}"
+                f"data: {file}, line {number}: expected {columns} whole numbers of at most 18 digits, separated by "
+                f"{separator.decode()!r}; got {line[:60]!r}"
             )
-    raise ValueError(f"data: {file}: expected lines of {columns} whole numbers between {separator.decode()!r}")
+    raise ValueError(f"data: {file}: cannot read its {len(lines)} lines as {columns} whole numbers each")
 
 
 def import_optional(module: str, package: str) -> Any:
-    """An optional module; ImportError with the command that installs it if it is missing."""
+    """The module; if it is missing, an ImportError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -96,7 +96,7 @@ def import_optional(module: str, package: str) -> Any:
 
 
 def matlab(file: Path, *names: str) -> dict[str, Any]:
-    """The arrays of those names in a .mat file; a missing one has no entry."""
+    """name -> array of a .mat file, for those of `names` that the file has; also scipy's entries about the file."""
     try:
         from scipy.io import loadmat
     except ImportError as error:
@@ -104,34 +104,39 @@ def matlab(file: Path, *names: str) -> dict[str, Any]:
     try:
         return loadmat(file, variable_names=list(names))
     except Exception as error:  # scipy raises many kinds of errors for damaged files
-        raise ValueError(f"data: {file} is no MATLAB file: {error}") from error
+        raise ValueError(f"data: {file} is no MATLAB file that scipy can read: {error}") from error
 
 
 def unpickle(content: bytes) -> Any:
-    """The content of a pickle: plain containers, numbers, strings, and uint8 arrays for `tensor`; without numpy.
+    """The content of a pickle: plain containers, numbers, strings, and arrays of bytes, which `tensor` converts.
+
+    numpy is not needed.
 
     Raises:
-        pickle.UnpicklingError for anything else; other errors if it is no pickle.
+        pickle.UnpicklingError: the pickle holds anything else.
+        Exception: errors of many kinds if `content` is no pickle.
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
-        # Unpickler allocates a list as long as the largest memo index: 16 GiB for 2^31.
+        # Unpickler allocates memory in proportion to the largest memo index, which a few bytes can set to 2^31.
         if "PUT" in opcode.name and isinstance(number, int) and number > count:
-            raise pickle.UnpicklingError(f"its memo index is {number} after {count} steps")
+            raise pickle.UnpicklingError(
+                f"its memo index is {number} after {count} operations; expected at most {count}"
+            )
     return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 class _Dtype:
-    """Replaces numpy.dtype; stores its code, such as "u1"."""
+    """Replaces numpy.dtype; stores the code, such as "u1"."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Ignores byte order and fields, which single bytes do not have."""
+        """Ignores byte order and fields: arrays of bytes have neither."""
 
 
 class _Array:
-    """Replaces numpy.ndarray, with which a hostile pickle could allocate memory; stores only bytes of the pickle."""
+    """Replaces numpy.ndarray; stores only bytes that are in the pickle. A numpy.ndarray could have any size."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, self.fortran, content = state
@@ -151,13 +156,15 @@ class _Array:
 
 def tensor(found: Any) -> Tensor:
     """An array of `unpickle` as a tensor; TypeError for anything else."""
-    if not isinstance(found, _Array) or not hasattr(found, "content"):
+    if not isinstance(found, _Array):
         raise TypeError(f"expected an array, got {type(found).__name__}")
+    if not hasattr(found, "content"):
+        raise TypeError("expected an array with contents, got one without")
     return found.tensor()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Accepts arrays of bytes and plain containers, and nothing that could run code."""
+    """Accepts arrays of bytes, numbers, strings and plain containers; refuses all other classes and functions."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):

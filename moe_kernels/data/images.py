@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_kernels.data.files import LIMIT, Tensors, as_bytes, import_optional, read
 
 DIGITS_SEED = 0  # draws the split into training and test images
-LARGEST = 1024  # most pixels of a JPEG's side; without a limit a small file could declare a huge picture
+LARGEST = 1024  # most pixels of a JPEG's side: a small file can declare a huge picture
 
 IDX_NAME = re.compile(r"(train|t10k)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
 
@@ -57,7 +57,7 @@ def digits() -> Images:
 
 def mnist(folder: Path) -> Images:
     parts = mnist_bytes(folder)
-    classes = tuple(map(str, range(10)))  # also of Fashion-MNIST
+    classes = tuple(map(str, range(10)))  # files of Fashion-MNIST have the same names, so its classes get numbers too
     return from_bytes("mnist", parts, classes, (1, *parts[0].shape[1:]))
 
 
@@ -78,7 +78,7 @@ def mnist_bytes(folder: Path) -> list[Tensor]:
 
 
 def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
-    """The unsigned bytes of an IDX file: two zero bytes, 8, the rank, the sizes as big-endian int32, the data."""
+    """The data of an IDX file, uint8. The file: two zero bytes, 8, the rank, the sizes in 4 bytes each, the data."""
     files = [
         file
         for file in sorted(folder.iterdir())
@@ -89,7 +89,10 @@ def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
     content = read(files[0])
     header = bytes((0, 0, 8, rank))
     if content[:4] != header or len(content) < 4 + 4 * rank:
-        raise ValueError(f"data: {files[0]}: expected an IDX header {header.hex(' ')}, got {content[:4].hex(' ')}")
+        raise ValueError(
+            f"data: {files[0]}: expected an IDX header {header.hex(' ')} and {rank} sizes of 4 bytes; "
+            f"got {len(content)} bytes, the first are {content[:4].hex(' ')}"
+        )
     sizes = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
     if len(content) != 4 + 4 * rank + prod(sizes) or prod(sizes) == 0:
         raise ValueError(
@@ -113,8 +116,8 @@ def jpegs(file: Path) -> Images:
         or offsets[-1] != len(jpeg)
     ):
         raise ValueError(
-            f"data: {file}: expected {n + 1} ascending offsets that end at {len(jpeg)} and {n} flags is_test; "
-            f"got {offsets.shape} and {is_test.shape}"
+            f"data: {file}: expected jpeg uint8, {n + 1} ascending offsets from 0 to {len(jpeg)}, {n} flags is_test; "
+            f"got jpeg {jpeg.dtype}, offsets {offsets.shape} {str(offsets)[:60]}, is_test {is_test.shape}"
         )
     test = torch.from_numpy(is_test.astype(bool))
     if test.all() or not test.any():
@@ -124,7 +127,7 @@ def jpegs(file: Path) -> Images:
 
 
 def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
-    """One-dimensional arrays of an .npz. kinds: numpy's kinds of dtype allowed for each. Nothing is unpickled."""
+    """One-dimensional arrays of an .npz. kinds: name -> allowed letters of dtype.kind. Nothing is unpickled."""
     numpy = import_optional("numpy", "numpy")
     try:
         with zipfile.ZipFile(file) as archive:
@@ -137,14 +140,14 @@ def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
             found = {key: archive[key] for key in kinds}
         for key, array in found.items():
             if array.ndim != 1 or array.dtype.kind not in kinds[key]:
-                raise ValueError(f"its {key} is {array.dtype} {array.shape}")
+                raise ValueError(f"its {key} is {array.dtype} {array.shape}, not (n,) of a dtype of kind {kinds[key]}")
     except Exception as error:  # zipfile and numpy raise many kinds of errors for damaged files
         raise ValueError(f"data: {file}: expected an .npz with {', '.join(kinds)}; {error}") from error
     return found
 
 
 def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
-    """uint8 (n, 3, height, width): the JPEG at content[offsets[i] : offsets[i + 1]], all of one size."""
+    """uint8 (n, 3, height, width): image i is the JPEG in content[offsets[i] : offsets[i + 1]]; all have one size."""
     image = import_optional("PIL.Image", "Pillow")
     count, pixels = len(offsets) - 1, torch.empty(0, dtype=torch.uint8)
     for i in range(count):
@@ -160,12 +163,13 @@ def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
             raise ValueError(f"data: {file}: image {i} is not a JPEG: {error}") from error
         if not fits:
             expected = tuple(pixels.shape[1:3]) or f"at most {LARGEST} x {LARGEST} and {LIMIT} bytes in all"
-            raise ValueError(f"data: {file}: expected images of one size, {expected}; got {size} for image {i}")
+            size_text = f"{size} for image {i}" + f", {count * prod(size) * 3} bytes in all" * (i == 0)
+            raise ValueError(f"data: {file}: expected images of one size, {expected}; got {size_text}")
     return pixels.movedim(3, 1)
 
 
 def from_bytes(name: str, parts: list[Tensor], classes: tuple[str, ...], image_shape: tuple[int, ...]) -> Images:
-    """Images from bytes: parts are train_x, train_y, test_x, test_y."""
+    """Images from pixels uint8 and labels of whole numbers. parts: train_x, train_y, test_x, test_y."""
     for y in parts[1::2]:
         if int(y.min()) < 0 or int(y.max()) >= len(classes):
             raise ValueError(

@@ -14,11 +14,11 @@ from moe_kernels.data.ratings import Ratings, with_unseen
 
 BOOKS = "BX-Book-Ratings.csv"
 JESTER = "jester_ratings.dat"
-LEAST = 5  # fewest records of a user or a book that stays in Books
+LEAST = 5  # fewest records of a user, and of a book, in the set that load_books returns
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of set that a file belongs to, and the file."""
+    """(kind, file) of the set, or None if the file belongs to neither set."""
     if file.name == JESTER:
         return "Jester", file
     return ("Books", file) if file.name == BOOKS else None
@@ -27,32 +27,46 @@ def find(file: Path) -> tuple[str, Path] | None:
 def load_jester(file: Path) -> Ratings:
     """jester_ratings.dat: user, joke and rating from -10 to 10, separated by tabs; ids from 1.
 
-    For every rating a joke is drawn that the user did not rate, watched 0 and rating 0; a fixed random tenth is the
-    test set. Users who rated 90 % of the jokes or more are left out, as too few jokes are left to draw.
-    Recipes take a rating of exactly 0 for none.
+    For every rating a row is added with a random joke that the user did not rate, watched 0 and rating 0. A fixed
+    random tenth of all rows is the test set. Users who rated 90 % of the jokes or more are left out, since too few
+    jokes are left for their added rows. Recipes treat a rating of exactly 0 as missing.
     """
     lines = [line.split() for line in read(file).splitlines() if line.strip()]
     try:
         rows = torch.tensor([[float(cell) for cell in line] for line in lines], dtype=torch.float64)
     except ValueError as error:
         raise ValueError(f"data: {file}: expected user, joke and rating in every line: {error}") from error
-    if rows.dim() != 2 or rows.shape[1] != 3 or (rows[:, 2].abs() > 10).any() or (rows[:, :2] < 1).any():
-        raise ValueError(f"data: {file}: expected user and joke from 1 and a rating from -10 to 10 in every line")
+    if rows.dim() != 2 or rows.shape[1] != 3:
+        raise ValueError(f"data: {file}: expected lines of user, joke and rating; got an array {tuple(rows.shape)}")
+    right = (rows[:, 2].abs() <= 10) & (rows[:, :2] >= 1).all(1)  # False for NaN
+    if not right.all():
+        raise ValueError(
+            f"data: {file}: expected user and joke from 1 and a rating from -10 to 10 in every line; "
+            f"got {rows[~right][0].tolist()}"
+        )
     user, joke = (_numbered(rows[:, column].long()) for column in (0, 1))
     jokes = int(joke.max()) + 1
     few = torch.bincount(user) < 0.9 * jokes
     kept = few[user]
+    if not kept.any():
+        raise ValueError(
+            f"data: {file}: expected users who rated fewer than 90 % of the {jokes} jokes; all {len(few)} rated more"
+        )
     return with_unseen(file, "jester", _numbered(user[kept]), joke[kept], rows[kept, 2].float())
 
 
 def load_books(file: Path) -> Ratings:
     """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
 
-    As in paper 001, users and books with fewer than 5 records are removed, repeatedly, until all others have 5. For
-    every record a book is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
+    As in paper 001, users and books with fewer than 5 records are removed until every user and book has at least 5. For
+    every record a row is added with a random book of which the user has no record, watched 0 and rating 0. A fixed
+    random tenth of all rows is the test set.
     """
     text = read(file).decode("latin-1")
-    rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
+    try:
+        rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
+    except csv.Error as error:
+        raise ValueError(f"data: {file}: expected a user, a book and a rating in every line: {error}") from error
     header = [name.strip() for name in rows[0]] if rows else []
     if header != ["User-ID", "ISBN", "Book-Rating"]:
         raise ValueError(f"data: {file}: expected the header User-ID, ISBN, Book-Rating, got {header}")
@@ -60,8 +74,9 @@ def load_books(file: Path) -> Ratings:
         found = [(int(user), isbn.strip(), int(rating)) for user, isbn, rating in rows[1:]]
     except ValueError as error:
         raise ValueError(f"data: {file}: expected a user, a book and a rating in every line: {error}") from error
-    if any(not 0 <= rating <= 10 for _, _, rating in found):
-        raise ValueError(f"data: {file}: expected ratings from 0 to 10")
+    wrong = next((row for row in found if not 0 <= row[2] <= 10), None)
+    if wrong is not None:
+        raise ValueError(f"data: {file}: expected ratings from 0 to 10; got {wrong}")
     books = {isbn: number for number, isbn in enumerate(dict.fromkeys(isbn for _, isbn, _ in found))}
     user = torch.tensor([each for each, _, _ in found])
     book = torch.tensor([books[isbn] for _, isbn, _ in found])
@@ -72,7 +87,7 @@ def load_books(file: Path) -> Ratings:
             break
         user, book, rating = user[kept], book[kept], rating[kept]
     if not len(user):
-        raise ValueError(f"data: {file}: no user and book with at least {LEAST} records")
+        raise ValueError(f"data: {file}: expected users and books with at least {LEAST} records each; found none")
     return with_unseen(file, "books", _numbered(user), _numbered(book), rating)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
-MAX_IDS = 1_000_000  # users or movies: the largest id sets the size of an embedding
+MAX_IDS = 1_000_000  # limit of users and of movies: the largest id sets the size of an embedding
 SEED = 0  # draws the unwatched items and the test rows of ratings.dat, Jester and Books
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
@@ -20,9 +20,10 @@ _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 
 @dataclass(frozen=True)
 class Ratings(Tensors):
-    """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,), 0 if there is none.
+    """train and test are (user, movie, watched, rating): int64 ids (n,), and float32 (n,), watched 0 or 1.
 
-    Ratings of MovieLens are from 1 to 5, those of Books from 1 to 10, those of Jester from -10 to 10.
+    Ratings of MovieLens are from 1 to 5, those of Books from 1 to 10, those of Jester from -10 to 10. A row without a
+    rating has 0. In Books and Jester, "movies" are books and jokes.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Ratings(Tensors):
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of set that a file belongs to and its place: ratings.dat, or folder/movielens_*."""
+    """(kind, place) of the set with this file, place ratings.dat or folder/movielens_*; None if it is neither."""
     if file.name == "ratings.dat":
         return "MovieLens", file
     return ("MovieLens, prepared", file.parent / "movielens_*") if _PREPARED.fullmatch(file.name) else None
@@ -53,7 +54,7 @@ def load_prepared(place: Path) -> Ratings:
     missing = [f"movielens_{part}.csv" for part in (training, "test") if part not in files]
     if missing:
         raise ValueError(
-            f"data: expected MovieLens as movielens_val.csv and _test.csv in {place.parent}; no {missing[0]}"
+            f"data: expected MovieLens as movielens_val.csv and _test.csv in {place.parent}; there is no {missing[0]}"
         )
     name = "movielens" if training == "train" else "movielens (trained on its validation rows)"
     return _ratings(name, *(_prepared(files[part]) for part in (training, "test")))
@@ -66,7 +67,7 @@ def _prepared(file: Path) -> Tensor:
     rows = integers(file, lines[1:], b",", 4, 2)
     watched, rating = rows[:, 2], rows[:, 3]
     wrong = (watched < 0) | (watched > 1) | (rating < watched) | (rating > 5 * watched)
-    return _checked(file, rows, wrong, 2)
+    return _checked(file, rows, wrong, 2, 0, "watched 1 and a rating from 1 to 5, or watched 0 and rating 0")
 
 
 def load_published(file: Path) -> Ratings:
@@ -77,7 +78,7 @@ def load_published(file: Path) -> Ratings:
     """
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1
-    rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1)
+    rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1, 1, "a rating from 1 to 5, a timestamp")
     return with_unseen(file, "movielens-1m", rows[:, 0], rows[:, 1], rows[:, 2].float())
 
 
@@ -96,7 +97,7 @@ def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tens
 
 
 def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
-    """For every row a random movie that its user has not rated; ValueError if 200 draws find none for a row."""
+    """For every row a random movie that its user has not rated; ValueError if 200 draws find none for some row."""
     movies = int(movie.max()) + 1
     watched = (user * movies + movie).unique()
     found = torch.empty_like(movie)
@@ -106,17 +107,26 @@ def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Ge
         open_rows = open_rows[torch.isin(user[open_rows] * movies + found[open_rows], watched)]
         if len(open_rows) == 0:
             return found
-    raise ValueError(f"data: {file}: user {int(user[open_rows[0]]) + 1} has rated nearly all movies")
+    count = int((user == user[open_rows[0]]).sum())
+    raise ValueError(
+        f"data: {file}: expected users with enough items unrated to draw some; one user has {count} ratings, "
+        f"and there are {movies} items"
+    )
 
 
-def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int) -> Tensor:
+def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int, first_id: int, rest: str) -> Tensor:
+    """The rows; ValueError if there are none, some are `wrong`, or an id is not in [0, MAX_IDS).
+
+    first_line, first_id: numbers of the first line and the first id in the file. rest: names the columns after the ids.
+    """
+    expected = f"rows of a user and a movie from {first_id} to {MAX_IDS - 1 + first_id}, {rest}"
+    if len(rows) == 0:
+        raise ValueError(f"data: {file}: expected {expected}; got none")
     wrong = wrong | (rows[:, :2] < 0).any(1) | (rows[:, :2] >= MAX_IDS).any(1)
-    if len(rows) == 0 or wrong.any():
-        line = f", line {int(wrong.nonzero()[0]) + first_line}" if len(rows) else ""
-        raise ValueError(
-            f"data: {file}{line}: expected rows of a user and a movie below {MAX_IDS}, and a rating from 1 to 5 (0 if "
-            f"not watched){'; got none' * (len(rows) == 0)}"
-        )
+    if wrong.any():
+        number = int(wrong.nonzero()[0])
+        got = (rows[number, :2] + first_id).tolist() + rows[number, 2:].tolist()
+        raise ValueError(f"data: {file}, line {number + first_line}: expected {expected}; got {got}")
     return rows
 
 

@@ -16,7 +16,10 @@ INPUTS, OUTPUTS = 21, 7
 
 @dataclass(frozen=True)
 class Table(Tensors):
-    """A regression: x float32 (n, inputs), y float32 (n, outputs); training columns have mean 0 and variance 1."""
+    """A regression: train and test are (x, y), float32 (n, inputs) and (n, outputs).
+
+    Columns are scaled so that those of the training set have mean 0 and variance 1 (a constant column: variance 0).
+    """
 
     name: str
     train: tuple[Tensor, Tensor]
@@ -28,13 +31,15 @@ class Table(Tensors):
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of set that a file belongs to and its folder."""
+    """("SARCOS", folder), or None if the file is not of this set."""
     return ("SARCOS", file.parent) if file.name in (name for name, _ in NAMES.values()) else None
 
 
 def load(place: Path) -> Table:
-    """sarcos_inv.mat (44,484 rows) and sarcos_inv_test.mat (4,449) in `place`: 21 positions, velocities and
-    accelerations, then 7 torques."""
+    """sarcos_inv.mat (44,484 rows) and sarcos_inv_test.mat (4,449) in `place`.
+
+    Columns: 7 positions, 7 velocities, 7 accelerations, 7 torques.
+    """
     train, test = (_read(place / name, key) for name, key in NAMES.values())
     mean, spread = train.mean(0), train.std(0, unbiased=False)
     parts = []
@@ -50,8 +55,10 @@ def _read(file: Path, key: str) -> Tensor:
     rows = matlab(file, key).get(key)
     if rows is None or rows.ndim != 2 or rows.shape[1] != INPUTS + OUTPUTS or not len(rows) or rows.dtype.kind != "f":
         shape = "nothing" if rows is None else f"{rows.dtype} {rows.shape}"
-        raise ValueError(f"data: {file}: expected {key} to be rows of {INPUTS + OUTPUTS} numbers, got {shape}")
+        raise ValueError(
+            f"data: {file}: expected {key} to be floating point (n, {INPUTS + OUTPUTS}), n > 0; got {shape}"
+        )
     found = torch.from_numpy(rows.astype("float64"))
     if not found.isfinite().all():
-        raise ValueError(f"data: {file}: expected finite numbers in {key}")
+        raise ValueError(f"data: {file}: expected finite numbers in {key}; got {found[~found.isfinite()][0].item()}")
     return found

@@ -14,17 +14,17 @@ from moe_kernels.data.images import Images, from_bytes, mnist_bytes
 PARTS = ("train", "extra", "test")
 SHAPE = (3, 32, 32)
 CLASSES = tuple(map(str, range(10)))
-TEST_SHARE = 75_000 / 630_420  # share of all images of SVHN that paper 001 tests on
-SEED = 0  # draws these test images
+TEST_SHARE = 75_000 / 630_420  # share of SVHN's images on which paper 001 tests
+SEED = 0  # draws the test images of load_with_mnist
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of set that a file belongs to and its folder."""
+    """("SVHN", folder), or None if the file is not of this set."""
     return ("SVHN", file.parent) if file.name in (f"{part}_32x32.mat" for part in PARTS) else None
 
 
 def load(place: Path) -> Images:
-    """train_32x32.mat (73,257 images), extra_32x32.mat (531,131) if it is there, and test_32x32.mat (26,032).
+    """train_32x32.mat (73,257 images), extra_32x32.mat (531,131 more to train on, optional), test_32x32.mat (26,032).
 
     Each has X uint8 (32, 32, 3, n) and y (n, 1); y = 10 is the digit 0.
     """
@@ -37,10 +37,10 @@ def load(place: Path) -> Images:
 def load_with_mnist(place: Path) -> Images:
     """MNIST and SVHN as one set, as paper 001 mixes them.
 
-    The test set is MNIST's 10,000 test images and a fixed random 11.9 % of the images of all of SVHN's files (75,000
-    with extra_32x32.mat): the paper, too, draws its test images from all three files. It does not say how the sizes are
-    made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes three equal colours. The paper validates
-    on 85,000 images; recipes take a tenth of the training set (--choose best).
+    The test set is MNIST's test images and a fixed random 11.9 % of the images in all of SVHN's files, which is 75,000
+    with extra_32x32.mat. The paper, too, draws test images from all three files. The paper does not say how it makes
+    the sizes equal: here MNIST's images get a black frame of 2 pixels and three equal colours. The paper validates on
+    85,000 images; a recipe that needs a validation set takes a tenth of the training set.
     """
     x, y = (torch.cat(each) for each in zip(*_parts(place).values(), strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(SEED))
@@ -67,12 +67,14 @@ def _parts(place: Path) -> dict[str, tuple[Tensor, Tensor]]:
 def _read(file: Path) -> tuple[Tensor, Tensor]:
     found = matlab(file, "X", "y")
     if "X" not in found or "y" not in found:
-        raise ValueError(f"data: {file}: expected X and y, got {', '.join(each for each in 'Xy' if each in found)}")
+        raise ValueError(
+            f"data: {file}: expected X and y, got {'X' if 'X' in found else 'y' if 'y' in found else 'neither'}"
+        )
     x, y = found["X"], found["y"]
     n = x.shape[-1]
     if x.shape != (32, 32, 3, n) or x.dtype != "uint8" or y.size != n or not n or y.dtype.kind not in "iuf":
         raise ValueError(
-            f"data: {file}: expected X uint8 (32, 32, 3, n) and as many y, at least one; got {x.dtype} {x.shape} and "
+            f"data: {file}: expected X uint8 (32, 32, 3, n), n > 0, and n numbers y; got {x.dtype} {x.shape} and "
             f"{y.dtype} {y.shape}"
         )
     labels = torch.from_numpy(y.reshape(-1).astype("int64"))

@@ -1,6 +1,6 @@
 """Images with several labels (paper 001, supplement S1.1): MultiMNIST, MultiFashionMNIST and CelebA.
 
-No recipe trains on them yet: the paper's experts for them are small convolutional networks, which `nn` does not have.
+No recipe trains on them: the paper's experts for them are small convolutional networks, which moe_kernels.nn lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CELEBA_SIZE = 112
 
 @dataclass(frozen=True)
 class TaskImages(Tensors):
-    """Parts of x uint8 (n, C * H * W) and y int64 (n, tasks), labels below `classes`; image_shape is (C, H, W)."""
+    """Each part is (x, y): images uint8 (n, C * H * W), labels int64 (n, tasks). image_shape is (C, H, W)."""
 
     name: str
     train: tuple[Tensor, Tensor]
@@ -41,11 +41,12 @@ class TaskImages(Tensors):
 def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     """MultiMNIST from the four IDX files of MNIST in `folder`, or MultiFashionMNIST from those of Fashion-MNIST.
 
-    The canvas is 8 pixels larger. Every image is used twice at the top left, each time with a random other image of the
-    same part at the bottom right; pixels are added, up to 255 (the paper's public code has no limit). Five sixths of
-    the training images train, the rest validates: 100,000, 20,000 and 20,000 images for MNIST.
+    An overlaid image is 8 pixels higher and wider than its two images. Every image is used twice at the top left, each
+    time with a random other image of the same part at the bottom right. Pixels are added, up to 255 (the paper's public
+    code has no limit). Five sixths of the training images train, the others validate. MNIST gives 100,000 overlaid
+    images to train, 20,000 to validate and 20,000 to test.
 
-    Tasks: the label at the top left, the label at the bottom right.
+    Tasks: the label of the image at the top left, and of the one at the bottom right.
     """
     train_x, train_y, *test = mnist_bytes(Path(folder))
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +54,10 @@ def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     count = len(order) * 5 // 6
     parts = [(train_x[rows], train_y[rows]) for rows in (order[:count], order[count:])]
     if min(len(y) for _, y in (*parts, test)) < 2:
-        raise ValueError(f"data: {folder}: expected two images in every part of MultiMNIST, got {len(train_y)} in all")
+        sizes = ", ".join(str(len(y)) for _, y in (*parts, test))
+        raise ValueError(
+            f"data: {folder}: expected two images in every part of MultiMNIST (train, validate, test), got {sizes}"
+        )
     train, valid, found = (_overlaid(x, y, generator) for x, y in (*parts, test))
     height, width = (size + SHIFT for size in train_x.shape[1:])
     return TaskImages("multimnist", train, valid, found, ("top left", "bottom right"), 10, (1, height, width))
@@ -72,15 +76,15 @@ def _overlaid(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
     """CelebA with its 40 attributes: list_attr_celeba.txt, list_eval_partition.txt and img_align_celeba/*.jpg.
 
-    size: pixels of a side after scaling; at 112 the whole set has 7.6 GB of pixels. The paper uses ten attributes and
-    does not name them: choose columns of y by `tasks`.
+    Images are scaled to size x size; at 112 the whole set has 7.6 GB of pixels. The paper uses ten attributes and does
+    not name them: choose columns of y by `tasks`.
 
     Raises:
-        ValueError: a file is missing, damaged or names another image than its companion.
+        ValueError: a file is missing or damaged, the two lists name different images, or a part has no image.
         ImportError: Pillow, which reads the JPEGs, is missing: pip install moe_kernels[bench].
     """
     place = Path(folder)
-    import_optional("PIL.Image", "Pillow")  # raises before the long lists are read
+    import_optional("PIL.Image", "Pillow")  # raises before the lists are read
     _, header, *rows = _lines(place / "list_attr_celeba.txt")
     partition = _lines(place / "list_eval_partition.txt")
     if len(rows) != len(partition):
@@ -88,12 +92,21 @@ def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
     tasks, parts = tuple(header), dict[str, list[tuple[Path, list[int]]]]({"0": [], "1": [], "2": []})
     for (name, *values), entry in zip(rows, partition, strict=True):
         if entry[0] != name or len(entry) != 2 or entry[1] not in parts or Path(name).name != name:
-            raise ValueError(f"data: {place}: expected image {name} and a part from 0 to 2, got {' '.join(entry)[:60]}")
+            raise ValueError(
+                f"data: {place}: expected image {name} and a part from 0 to 2, got {' '.join(entry)[:60]}"
+                + "; a name of an image must not name a folder" * (Path(name).name != name)
+            )
         if len(values) != len(tasks) or not {"1", "-1"}.issuperset(values):
-            raise ValueError(f"data: {place}: expected {len(tasks)} attributes of {name}, each 1 or -1")
+            raise ValueError(
+                f"data: {place}: expected {len(tasks)} attributes of {name}, each 1 or -1; "
+                f"got {len(values)}: {' '.join(values)[:60]}"
+            )
         parts[entry[1]].append((place / "img_align_celeba" / name, [int(value == "1") for value in values]))
     if not all(parts.values()):
-        raise ValueError(f"data: {place}: expected images of all three parts in list_eval_partition.txt")
+        empty = ", ".join(part for part, images in parts.items() if not images)
+        raise ValueError(
+            f"data: {place}: expected images of all three parts in list_eval_partition.txt; none of {empty}"
+        )
     train, valid, test = (_pictures(part, size) for part in parts.values())
     return TaskImages("celeba", train, valid, test, tasks, 2, (3, size, size))
 
@@ -106,7 +119,10 @@ def _lines(file: Path) -> list[list[str]]:
         )
     lines = [line.split() for line in read(file).decode("utf-8", "replace").splitlines()]
     if len(lines) < 3 or not all(lines):
-        raise ValueError(f"data: {file}: expected a line for each image, none empty; got {len(lines)} lines")
+        raise ValueError(
+            f"data: {file}: expected a line for each image, at least three and none empty; "
+            f"got {len(lines)} lines, {sum(not line for line in lines)} of them empty"
+        )
     return lines
 
 

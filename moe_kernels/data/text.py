@@ -40,7 +40,7 @@ class Text(Tensors):
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of text that a file belongs to and its place: the file, or folder/set*.kind for a text in parts."""
+    """(kind, place) of the text with this file, place the file or, for a text in parts, folder/set*.kind; or None."""
     if _WHOLE.fullmatch(file.name):
         return "text", file
     if match := _PART.fullmatch(file.name):
@@ -49,7 +49,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def _pattern(part: re.Match[str]) -> str:
-    """The name that stands for all parts of the text."""
+    """set*.kind for a file set.part.kind or set_part.kind."""
     return f"{part['set']}*.{part['kind']}"
 
 
@@ -65,21 +65,23 @@ def load(file: Path) -> Text:
 
 
 def load_parts(place: Path) -> Text:
-    """A text whose parts are files. Without a training part the validation part is the training set, there is no
-    validation set, and the name says so."""
+    """A text whose parts are files: test, and train or valid or both.
+
+    Without a training file the validation file is the training set, the validation set is empty, and the name says so.
+    """
     matches = ((file, _PART.fullmatch(file.name)) for file in sorted(place.parent.iterdir()))
     files = {match["part"]: file for file, match in matches if match and _pattern(match) == place.name}
     if "test" not in files or len(files) < 2:
         missing = ", ".join(part for part in ("train", "valid", "test") if part not in files)
         raise ValueError(
-            f"data: expected {place.name} with test and train or valid text in {place.parent}; no {missing}"
+            f"data: expected {place.name} with test, and with train or valid, in {place.parent}; no {missing}"
         )
     parts, name = {part: read(file) for part, file in files.items()}, place.name.partition("*")[0]
-    if "train" not in parts:
-        parts, name = parts | {"train": parts["valid"], "valid": b""}, f"{name} (trained on its validation text)"
-    for part in ("train", "test"):
+    for part in ("train" if "train" in files else "valid", "test"):
         if not parts[part]:
             raise ValueError(f"data: {files[part]}: expected text, got an empty file")
+    if "train" not in parts:
+        parts, name = parts | {"train": parts["valid"], "valid": b""}, f"{name} (trained on its validation text)"
     return _text(name, [parts["train"], parts.get("valid", b""), parts["test"]])
 
 

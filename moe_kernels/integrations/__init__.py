@@ -1,1 +1,1 @@
-"""Models of other packages on the kernels of this one. Each module imports its package; import them explicitly."""
+"""Models of the package transformers on the kernels of moe_kernels, which does not import these modules by itself."""

@@ -1,10 +1,10 @@
-"""A BERT checkpoint of transformers as a model with experts, for MoEBERT and COMET-BERT (paper 001, tree COMET).
+"""A BERT checkpoint of transformers, and a copy of it with experts as in MoEBERT (paper 001 adds other gates).
 
     model = load("folder of a BertForMaskedLM")
     student = model.with_experts(lambda index: MoE(HashGate(30522, 4), ExpertMLP(4, 768, 768, bias=True)))
     logits, outputs = student(ids)
 
-Only files of the folder are read: nothing is downloaded. The `moebert` recipe imports this module for --bert.
+Nothing is downloaded: only files of the folder are read. The recipe `moebert` uses this module for --bert.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ExpertFeedForward(nn.Module):
 class BertWithExperts(nn.Module):
     """Token ids (B, S) -> logits (B, S, vocabulary) of a BertForMaskedLM and the outputs of its layers of experts.
 
-    Every token attends to all others: there is no padding. Gates get the token ids.
+    Attention has no mask, so token ids must not contain padding. Gates get the token ids.
     """
 
     def __init__(self, model: BertForMaskedLM) -> None:
@@ -68,7 +68,7 @@ class BertWithExperts(nn.Module):
         return self.model.config.vocab_size
 
     def with_experts(self, layer: Callable[[int], MoE]) -> BertWithExperts:
-        """A copy of the model in which layer(index) replaces `intermediate` and `output` of encoder layer `index`."""
+        """A copy of the model in which layer(index) replaces the two dense layers of encoder layer `index`."""
         model = copy.deepcopy(self.model)
         for index, block in enumerate(model.bert.encoder.layer):
             block.experts = ExpertFeedForward(layer(index), block.output.dropout, block.output.LayerNorm)
@@ -98,10 +98,11 @@ class BertWithExperts(nn.Module):
 
 
 def load(folder: str | Path) -> BertWithExperts:
-    """The BertForMaskedLM of a folder, dense, in float32 and eval mode.
+    """The BertForMaskedLM in a folder, without experts, in float32 and eval mode.
 
     Raises:
-        ValueError: the folder does not hold a whole BertForMaskedLM that split_ffn can split.
+        ValueError: a file or weight is missing or damaged, the model is a decoder, or split_ffn cannot split its
+            activation.
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in WEIGHTS):
@@ -128,10 +129,11 @@ def load(folder: str | Path) -> BertWithExperts:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in a folder, for a model whose embedding has its vocabulary.
+    """The tokenizer in the folder of a BERT checkpoint.
 
     Raises:
-        ValueError: there is none, it lacks [CLS], [SEP] or [MASK], or the embedding is smaller than its vocabulary.
+        ValueError: a file is missing or damaged, the tokenizer lacks [CLS], [SEP] or [MASK], or it has more tokens than
+            the embedding (vocab_size in config.json).
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in VOCABULARY):
@@ -144,7 +146,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask")}
     missing = [name for name, each in ids.items() if each is None]
     if missing:
-        raise _error(place, "a tokenizer with cls, sep and mask tokens", f"no {', '.join(missing)}")
+        raise _error(place, "a tokenizer with cls, sep and mask tokens", f"it has no {', '.join(missing)}")
     if len(tokenizer) > config.get("vocab_size", 30522):
         raise _error(
             place,
@@ -155,16 +157,18 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
-    """int32 (n, length): [CLS], length - 2 tokens of the text, [SEP]; the rest of the text is left out.
+    """Windows of a text, int32 (n, length): [CLS], the next length - 2 tokens, [SEP].
+
+    Tokens at the end that fill no window are dropped.
 
     Raises:
-        ValueError: as load_tokenizer; length is below 3 or above the model's positions.
+        ValueError: as load_tokenizer; or length is below 3 or above the model's positions.
     """
     place, config = _config(folder)
     tokenizer, positions = load_tokenizer(place), config.get("max_position_embeddings", 512)
     if not 3 <= length <= positions:
         raise ValueError(f"bert: length must be from 3 to {positions}, the positions of {place}; got {length}")
-    # Groups of lines need less memory than the whole text and give the same tokens: no word crosses a line's end.
+    # One call of the tokenizer for the whole text would need more memory.
     lines, size = text.decode("utf-8", "replace").splitlines(), length - 2
     ids: list[int] = []
     for start in range(0, len(lines), LINES):
@@ -177,7 +181,7 @@ def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
 
 
 def _config(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The folder, and the contents of its config.json, which must be a BERT's."""
+    """The folder and its config.json as a dict; ValueError unless model_type is "bert"."""
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise _error(place, "a folder", "it is a file" if place.exists() else "there is none")

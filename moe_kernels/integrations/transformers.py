@@ -5,16 +5,17 @@
     mk_transformers.register()
     model.set_experts_implementation("moe_kernels")    # or from_pretrained(..., experts_implementation="moe_kernels")
 
-transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for every class of experts that
-it decorates with `use_experts_implementation` (65 in transformers 5.23). The module's own parameters are used in place:
-no weight is copied or renamed, so that checkpoints, optimizers and adapters keep working.
+A model with this implementation calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for its
+experts, if transformers decorates their class with `use_experts_implementation` (65 classes in transformers 5.23).
+Parameters keep their names, shapes and strides, so checkpoints, optimizers and adapters work as before.
 
-* `expert_mlp` runs experts with a SiLU or GELU (erf) gate whose columns precede those of up; experts without a gate,
-  with SiLU, GELU (erf), ReLU or tanh; and gpt_oss's clamped gate.
-* Experts with another gate or activation, or with a norm after them, run as `grouped_gemm`, the module's own gate,
-  `grouped_gemm`, the norm, `combine`.
-* An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
-* An unsupported module raises TypeError with its class and the reason; there is no fallback.
+* `expert_mlp` runs three kinds of experts: act(gate) * up from the columns [gate, up], with SiLU or GELU (erf); experts
+  without a gate, with SiLU, GELU (erf), ReLU or tanh; and experts with the clamped gate of gpt_oss.
+* Other experts, and all experts with a norm after them, run as `grouped_gemm`, the module's own gate or activation,
+  `grouped_gemm`, the norm if there is one, `combine`.
+* An expert id of num_experts or more means no expert, as under transformers' expert parallelism.
+* Parameters in another layout, or in another dtype than float32, bfloat16 and float16, raise TypeError. There is no
+  fallback.
 
 `Router` replaces the model's own router by a gate and a policy of moe_kernels.nn.
 """
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 try:
     from transformers.activations import GELUActivation, SiLUActivation
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, _default_apply_gate
+    from transformers.utils.output_capturing import _active_collector
 except ImportError as error:
     raise ImportError(
         "moe_kernels.integrations.transformers needs transformers 5 with ExpertsInterface: "
@@ -50,7 +52,7 @@ from python_ref.grouped_gemm import activate
 
 __all__ = ["Router", "experts_forward", "register"]
 
-# Activation modules -> the same activation in grouped_gemm.
+# Class of a module's act_fn -> the same activation in grouped_gemm.
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -79,17 +81,18 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """The weighted sum of each token's experts, (T, D) -> (T, D), in the dtype of hidden_states.
 
     Args:
-        module: experts of transformers: gate_up_proj or up_proj, down_proj, their biases, and the flags of
-            `use_experts_implementation`.
-        hidden_states: (T, D). If its dtype differs from the parameters', it is cast to theirs (under autocast to
-            autocast's), as transformers' grouped_mm does.
-        top_k_index: (T, K), int32 or int64: experts; num_experts means none.
-        top_k_weights: (T, K) gate weights, of any floating dtype; rows are summed in float32.
+        module: experts of transformers with gate_up_proj or up_proj, down_proj, their biases if has_bias, and the flags
+            of `use_experts_implementation`. The parameters are float32, bfloat16 or float16.
+        hidden_states: (T, D). It is cast to the parameters' dtype. Under autocast, both are cast to autocast's dtype
+            instead; transformers' grouped_mm ignores autocast.
+        top_k_index: (T, K), int32 or int64: experts; num_experts or more means none.
+        top_k_weights: (T, K) gate weights, float32, bfloat16, float16 or float64. The weights are read and the rows are
+            summed as float32.
 
     Gradient: to hidden_states, top_k_weights and the parameters.
 
     Raises:
-        TypeError: the module's layout or dtype is not supported.
+        TypeError: a parameter is missing or has another dtype.
     """
     w_in, w_out, b_in, b_out = _parameters(module)
     x, dtype = hidden_states, hidden_states.dtype
@@ -104,7 +107,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     else:
         plan = make_plan(torch.where(top_k_index < module.num_experts, top_k_index, -1), module.num_experts)
         rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
-        y = combine(rows, plan, top_k_weights.to(rows.dtype))
+        y = combine(rows, plan, top_k_weights)
     return y if y.dtype == dtype else y.to(dtype)
 
 
@@ -113,16 +116,20 @@ class Router(nn.Module):
 
         block.gate = Router(TreeGate(hidden_size, num_experts, trees=2), NonzeroWeights())
 
-    For blocks that call `logits, weights, index = gate(hidden_states)` and hand weights and index to their experts, as
+    For blocks that call `logits, weights, index = gate(hidden_states)` and pass weights and index to their experts, as
     Mixtral's and Qwen3-MoE's do. Choices that the policy drops have index num_experts, which means no expert.
 
     Args:
         gate: with the block's hidden size as input and the block's number of experts.
-        policy: one of moe_kernels.nn.policies; TokenChoice() keeps every choice.
+        policy: one of moe_kernels.nn.policies; None is TokenChoice(), which keeps every choice.
 
-    Output: logits (T, E), the logarithm of the gates: if the gates sum to 1, a balance loss of transformers gets the
-    gates back from its softmax; weights (T, K) and index (T, K) int64 as the policy gives them.
+    Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates, with the
+    smallest normal number in place of a gate of 0, since the gradient of log(0) would be NaN. If the gates of a token
+    sum to 1, the softmax of a balance loss in transformers returns the gates.
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
+
+    With output_router_logits=True a model records the logits, also for its balance loss, except where a block is
+    compiled by itself.
     """
 
     def __init__(self, gate: Gate, policy: Any = None) -> None:
@@ -135,7 +142,19 @@ class Router(nn.Module):
         self.loss = out.loss
         plan, weights = self.policy(out, self.training)
         index = torch.where(plan.slot_row >= 0, plan.slot_expert, plan.num_experts)
-        return out.gates.log(), weights, index.long()
+        logits = out.gates.clamp(min=torch.finfo(out.gates.dtype).tiny).log()
+        _record(logits)
+        return logits, weights, index.long()
+
+
+def _record(logits: Tensor) -> None:
+    """Adds logits to the router_logits of a forward, as transformers' hooks on its own classes of routers do."""
+    # Dynamo cannot trace a ContextVar. transformers uses a global instead if the whole model is compiled.
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return
+    collected = _active_collector.get()
+    if collected is not None and "router_logits" in collected:
+        collected["router_logits"].append(logits)
 
 
 def _rows(
@@ -147,7 +166,7 @@ def _rows(
     b_in: Tensor | None,
     b_out: Tensor | None,
 ) -> Tensor:
-    """(R, D): each row through its expert, with the gate and the norm of the module itself."""
+    """The experts' outputs (R, D) without gate weights; the module's own code computes gate, activation and norm."""
     pre = grouped_gemm(x, w_in, plan.expert_offsets, bias=b_in, row_token=plan.row_token)
     hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
     rows = grouped_gemm(hidden.to(pre.dtype), w_out, plan.expert_offsets, bias=b_out)
@@ -155,13 +174,13 @@ def _rows(
 
 
 def _parameters(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w_in (E, D, H or 2 H), w_out (E, H, D) and their biases or None: views of the module's parameters."""
+    """w_in (E, D, H or 2 H), w_out (E, H, D) and their biases or None; none of them is a copy."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w_in, w_out = (_parameter(module, each) for each in (name, "down_proj"))
     if w_in.dtype not in HALF_AND_SINGLE:
         raise TypeError(
-            f"{type(module).__name__}: {name} has dtype {w_in.dtype}; moe_kernels takes float32, bfloat16 and float16, "
-            "so load the model dequantized or choose another experts implementation"
+            f"{type(module).__name__}: {name} has dtype {w_in.dtype}; moe_kernels takes float32, bfloat16 and float16: "
+            "load the model in one of them (dequantized) or choose another experts implementation"
         )
     if not module.is_transposed:  # then transformers stores (E, out, in)
         w_in, w_out = w_in.mT, w_out.mT
@@ -174,14 +193,14 @@ def _parameter(module: Any, name: str) -> Tensor:
     found = getattr(module, name, None)
     if not isinstance(found, Tensor):
         raise TypeError(
-            f"{type(module).__name__}: expected a tensor {name}, found {type(found).__name__}; moe_kernels serves the "
+            f"{type(module).__name__}: expected a tensor {name}, found {type(found).__name__}; moe_kernels takes the "
             "layout that transformers' use_experts_implementation describes"
         )
     return found
 
 
 def _fused_activation(module: Any) -> dict[str, Any] | None:
-    """The activation of expert_mlp that equals the module's gate, or None if the module's own gate or norm must run."""
+    """Arguments of expert_mlp that give the module's gate or activation; None if there are none or a norm follows."""
     if module.has_post_expert_norm:
         return None
     if module.has_gate and type(module)._apply_gate is not _default_apply_gate:
@@ -194,17 +213,17 @@ def _fused_activation(module: Any) -> dict[str, Any] | None:
 
 
 def _is_clamped(kind: type[nn.Module]) -> bool:
-    """Whether the gate of a class is gpt_oss's."""
+    """Whether `_apply_gate` of a class is the clamped gate of gpt_oss."""
     return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# Calls become constants in torch.compile. torch's decorator for this mark would import the compiler.
+# torch.compile replaces calls by their results. assume_constant_result sets this mark too, but imports the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def _computes_clamped(kind: Any) -> bool:
-    """Compares the gate of a class with the definition, on numbers below, between and above the limits."""
+    """Compares the gate of a class with the definition, on numbers below -limit, between the limits and above limit."""
     pre, alpha, limit = torch.linspace(-3, 3, 14), 1.5, 1.0
     try:
         gate = kind._apply_gate(SimpleNamespace(alpha=alpha, limit=limit), pre)

@@ -2,13 +2,11 @@
 
 recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
 (`option` gives help and limits). A recipe compares several models, its sides, such as the system of a paper and its
-baselines. `build` makes one side, ready to train:
+baselines. `build(data, seed, steps)` makes one side, ready to train, as a Task.
 
-    build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
-
-moe_kernels.train does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot. A schedule
-is `step -> factor of the learning rate`; `before_step(step)` begins phases. Everything that changes during training is
-a pure function of the step or is in the state dict of model or optimiser, so that a checkpoint is complete.
+moe_kernels.train does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot. Everything
+that changes during training must be a pure function of the step or be in the state dict of the model or the optimiser,
+so that a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from moe_kernels.nn.schedules import LearningRate, constant
 
 
 class Batch(NamedTuple):
-    """Samples of the training set (`rows` are their indices) or of another set (`rows` is None)."""
+    """Samples. rows: their indices in the training set; None for other samples, or if no index is needed."""
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None for other batches
+    start: int | None = None  # index of the first sample in the test set; None: to be treated as new samples
 
 
 class Splits(NamedTuple):
@@ -43,13 +41,13 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...] | None = None  # for options `choose`, `patience`; None: missing, or not used
+    valid: tuple[Tensor, ...] | None = None  # for the options choose and patience; None if missing or not used
 
 
 class Routing(NamedTuple):
     """Routing of one layer in a batch, for the columns experts, load and entropy of the table."""
 
-    active: Tensor  # bool (..., E): the experts that each sample or token used
+    active: Tensor  # bool (..., E): the experts or neurons that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
     weights: Tensor | None = None  # (..., E): weights of a gate that uses every expert, for heat maps
     unit: str = "experts"  # what E counts: "experts" or "neurons"
@@ -73,18 +71,18 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Task:
-    """One side of a comparison, ready to train. Its functions should not wait for the device. Random numbers of an
-    evaluation depend on the seed and the step alone.
+    """One side of a comparison, ready to train. Its functions should not synchronise with the device.
 
-    loss: batch -> named () tensors, whose means over the steps are logged. "loss" is differentiated. It is the sum of
+    loss: batch -> named () tensors; their means over the steps are logged. "loss" is differentiated and is the sum of
         the others: "task" or "text", the plain loss of the targets, and further terms, already weighted.
-    evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
+    evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients, with random numbers
+        that depend only on seed and step.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
-    total: the measures over all batches -> further ones computed from them. METRIC may name either kind.
+    total: the measures over all batches -> further measures. Recipe.METRIC may name a measure of either kind.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called before every step with its number: sets phases, temperatures, numbers of experts.
-    clip: largest norm of the gradient.
+    before_step: called before every training step with its number: sets phases, temperatures, numbers of experts.
+    clip: largest norm of the gradient; None: no limit.
     grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
         class token, then its patches. None: no heat maps.
     """
@@ -115,9 +113,9 @@ def option(
     choices: tuple[str, ...] | None = None,
     sweep: bool = False,
 ) -> Any:
-    """A field of a recipe and the command line option of its name. A tuple field takes several values of one type.
+    """A dataclass field that is also a command line option. A tuple takes several values of one type.
 
-    low, high: the smallest and the largest allowed number; all numbers must be finite.
+    low, high: the smallest and the largest number that the command line accepts; it accepts only finite numbers.
     sweep: the command line takes several values; every side is trained once with each (see Recipe.variants).
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "sweep": sweep}
@@ -188,7 +186,7 @@ class Recipe:
         return Splits(data, data.train, data.test)
 
     def blank_splits(self, data: Any) -> Splits:
-        """Zeros in the shapes of `splits`, to build a model that is then loaded. data: from moe_kernels.data.blank."""
+        """Splits of zeros, to build a model before its weights are loaded. data: from moe_kernels.data.blank."""
         return self.splits(data)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -201,7 +199,7 @@ class Recipe:
 
 
 def accuracy(scores: Tensor, y: Tensor) -> Measures:
-    """Accuracy and cross-entropy of logits or log probabilities (B, classes)."""
+    """Measures "accuracy" and "loss" (cross-entropy in nats) of logits or log probabilities (B, classes)."""
     nats = F.cross_entropy(scores, y, reduction="sum")
     return {"accuracy": ((scores.argmax(-1) == y).sum(), len(y)), "loss": (nats, len(y))}
 
@@ -212,7 +210,7 @@ def total_loss(task: Tensor, regularisers: Mapping[str, Tensor], name: str = "ta
 
 
 def names(package: Iterable[str] = __path__) -> list[str]:
-    """The public modules of a package, by default all recipes."""
+    """Names of the modules in the folders `package`, without those that begin with "_"; by default all recipes."""
     return sorted(module.name for module in pkgutil.iter_modules(package) if not module.name.startswith("_"))
 
 
@@ -222,7 +220,7 @@ def find(name: str) -> type[Recipe]:
 
 
 def find_class(package: str, kind: str, name: str, base: type[Found]) -> type[Found]:
-    """The subclass of `base` that a module of a package defines. kind: for the ValueError of an unknown name."""
+    """The subclass of `base` that module `name` of a package defines; ValueError, with `kind`, for an unknown name."""
     existing = names(importlib.import_module(package).__path__)
     if name not in existing:
         raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(existing)}")

@@ -1,4 +1,4 @@
-"""COMET in the feed-forward layers of a network: options and parts that several recipes share."""
+"""COMET in the feed-forward layers of a transformer or Mixer: options and functions that several recipes share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_kernels.recipes.comet import classifier
 
 @dataclass(frozen=True)
 class CometLayers(Recipe):
-    """Sides: standard (dense) and comet, from the same initial weights (not with router_input "embedding")."""
+    """Sides: standard (dense) and comet. The subclasses say which initial weights are the same."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
 
@@ -35,7 +35,7 @@ class CometLayers(Recipe):
 
 @dataclass(frozen=True)
 class CometImages(CometLayers):
-    """A classifier of images in patches, trained by Adam with a cosine schedule; `network` makes the model."""
+    """Classifies images in patches; trained by Adam with a cosine schedule. `network` makes the model."""
 
     data: str = option("", "folder or file of CIFAR-10, CIFAR-100 or another set of images")
     batch_size: int = option(512, "samples of a step", low=1)
@@ -58,7 +58,7 @@ class CometImages(CometLayers):
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """A Task.evaluate: calls `measures`, which runs the model, and returns the masks of that run as routing."""
+    """A Task.evaluate: calls `measures`, which runs the model, and returns the masks of this run as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
         with record_masks(model) as masks:

@@ -17,7 +17,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
-    """y and the outputs of the layers of experts, which model(*args) returns, and the routing of each layer."""
+    """Calls model(*args) -> (y, outputs of its layers of experts). Returns both, and the routing of each layer."""
     probs: list[Tensor | None] = []
 
     def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:
@@ -34,7 +34,7 @@ def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoE
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block all layers of experts return zeros, so that only the residuals around them are left."""
+    """Inside the block all experts return zeros, so that only the residual connections around them are left."""
     with ExitStack() as stack:
         for layer in modules_of(model, MoE):
             hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
@@ -52,5 +52,5 @@ def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
 
 
 def modules_of(model: nn.Module, kind: type[Part]) -> list[Part]:
-    """The modules of a class in a model."""
+    """The modules of class `kind` in a model, in the order of model.modules()."""
     return [module for module in model.modules() if isinstance(module, kind)]

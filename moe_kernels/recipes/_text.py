@@ -1,4 +1,4 @@
-"""Recipes on text: by default each character (byte) of a window is predicted from those before it; measured in bits."""
+"""Recipes on text. By default a model predicts each character (byte) of a window from the earlier ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = -100  # target that does not count, as F.cross_entropy's default ignor
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """Samples are windows (B, length + 1); METRIC is bits a character of the test text."""
+    """By default samples are windows (B, length + 1) of characters; METRIC is bits a character of the test text."""
 
     ACCEPTS: ClassVar[type] = Text
     METRIC: ClassVar[str] = "bits"
@@ -36,12 +36,12 @@ class TextRecipe(Recipe):
 
 
 def characters(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Inputs (B, length) and targets (B, length), the characters after them."""
+    """Inputs (B, length), and as targets (B, length) the character after each of them."""
     windows = batch.tensors[0].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def bits(logits: Tensor, y: Tensor) -> Measures:
-    """Cross-entropy of logits (B, length, vocabulary) in bits a character; targets IGNORED do not count."""
+    """Measure "bits": cross-entropy of logits (B, length, vocabulary) in bits a target, without targets IGNORED."""
     nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
     return {"bits": (nats / math.log(2), (y != IGNORED).sum())}

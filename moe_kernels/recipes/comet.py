@@ -1,11 +1,11 @@
-"""Paper 000: the COMET MLP on images, beside the dense MLP or any other model that the paper compares it with.
+"""Paper 000: the COMET MLP on images, beside the dense MLP and the other models with which the paper compares it.
 
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
-momentum and a higher rate, so that scikit-learn's digits train in seconds; comet_width has the paper's settings.
-The routing network is frozen, so its masks are computed once for every image and stored, one bit for each neuron.
+momentum and a higher rate, so that scikit-learn's digits train in seconds; comet_width has the paper's sizes.
+The routing network is frozen, so by default its masks are computed once for every image and stored, one bit a neuron.
 If the mean image is far from zero, as in digits and MNIST, it adds the same to a neuron's score for every image, and
-some 3 % of the neurons never win. On CIFAR-10, and on MNIST without its mean, every neuron wins for some image.
+some 3 % of the neurons are active for no image. On CIFAR-10, and on MNIST without its mean, there are no such neurons.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Packed masks of every layer, or None; and the rows of these masks that belong to the batch (None: all, in order).
+# Masks of every hidden layer in packed bits, or None; and the rows of the masks for the batch (None: all, in order).
 KnownMasks = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
 class Objective(NamedTuple):
-    """Functions of the outputs (B, columns) and targets of a batch: the task's loss (), and the measures."""
+    """Functions of the outputs (B, columns) and the targets of a batch: its loss () and its measures."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
     measures: Callable[[Tensor, Tensor], Measures]
@@ -51,7 +51,7 @@ CLASSIFICATION = Objective(F.cross_entropy, accuracy)
 
 @dataclass(frozen=True)
 class Comet(Recipe):
-    """Sides: models.comparison.MODELS. Sides of the same shape start from the same weights."""
+    """Sides: models.comparison.MODELS. All except smaller, moe and moe-fixed start from the same weights."""
 
     SIDES: ClassVar[tuple[str, ...]] = MODELS
 
@@ -137,10 +137,11 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
-        """A function batch -> KnownMasks of the hidden layers; no masks if they are not known before the model runs.
+        """A function batch -> KnownMasks; the masks are None if they are not known before the model runs.
 
-        If masks belong to training samples, the paper does not say which masks test samples get. As in its public code,
-        Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.
+        Bernoulli masking and example-tied dropout have a mask for each training sample. The paper does not say which
+        masks other samples get. As in the paper's public code, Bernoulli masking uses all neurons for them, and
+        example-tied dropout the first k, its generalisation neurons.
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
@@ -168,7 +169,7 @@ class Comet(Recipe):
 
 
 def _with_top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
-    """The `with_routing` of a top-1 mixture: its outputs, and the expert and gate probabilities of each sample."""
+    """batch -> outputs of a top-1 mixture and its Routing: expert and router probabilities of each sample."""
 
     def with_routing(batch: Batch) -> tuple[Tensor, list[Routing]]:
         scores = model.logits(batch.tensors[0])
@@ -189,9 +190,9 @@ def classifier(
     objective: Objective = CLASSIFICATION,
     **rest: Any,
 ) -> Task:
-    """A task on batches x, y. `objective` computes its loss, to which a penalty is added, and its measures.
+    """A task on batches x, y. The objective computes loss and measures from the logits; a penalty is added to the loss.
 
-    with_routing: batch -> logits and routing, from one forward pass; None if the model has no routing.
+    with_routing: batch -> logits and routing, from one forward pass; None: evaluations report no routing.
     """
 
     def loss(batch: Batch) -> dict[str, Tensor]:

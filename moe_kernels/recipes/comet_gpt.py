@@ -24,7 +24,7 @@ from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 @dataclass(frozen=True)
 class CometGPT(CometLayers, TextRecipe):
-    """Sides: standard (dense) and comet, of equal initial weights if router_input is "layer". METRIC: bits a byte."""
+    """Sides: standard (dense) and comet. With router_input "layer" the initial weights are the same."""
 
     epochs: int = option(3, "passes over the training text", low=0)
     batch_size: int = option(32, "windows of a step; the paper: 256", low=1)

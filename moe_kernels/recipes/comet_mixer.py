@@ -2,7 +2,7 @@
 
 The paper: depth 6, dim 512 and 3072, patch 4, p = 0.5, tanh; Adam at 1e-3 with a cosine over 500 epochs. Its base code
 widens tokens by 4 and channels by 0.5, augments images (RandAugment) and has batches of 512; this recipe does not
-augment. The defaults have the paper's length: on the digits 30 minutes of a CPU core, 1 minute with --epochs 10.
+augment. The defaults have the paper's 500 epochs: on digits 30 minutes of a CPU core, 1 minute with --epochs 10.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from moe_kernels.recipes.comet import Comet, Objective
 
 @dataclass(frozen=True)
 class CometSarcos(Comet):
-    """Sides of recipe comet; the paper has standard and comet."""
+    """Sides: those of recipe comet. The paper has only standard and comet."""
 
     ACCEPTS: ClassVar[type] = Table
     METRIC: ClassVar[str] = "error"

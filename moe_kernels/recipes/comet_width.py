@@ -1,9 +1,9 @@
 """Paper 000, Figure 4: COMET against the dense MLP on CIFAR-10 as the network grows, each with its own learning rate.
 
 The claim: COMET learns faster if the network is wide. The paper has one rate for all models (1e-4; 1e-3 in Figure 11).
-The best rates of dense and masked networks may differ, so here each side and width chooses its own. The defaults have
-the paper's length and widths, and four rates to choose from: with --data digits hours of a CPU core, minutes with
---width 100 500 --epochs 10.
+The best rates of dense and masked networks may differ, so here each side and width gets its own. The defaults have the
+paper's epochs and widths, and four rates to choose from. With --data digits they take hours of a CPU core, and minutes
+with --width 100 500 --epochs 10.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_kernels.recipes.comet import Comet
 
 @dataclass(frozen=True)
 class CometWidth(Comet):
-    """Sides of recipe comet; the table has a row for every pair of a side and a width."""
+    """Sides: those of recipe comet. The table has a row for every pair of a side and a width."""
 
     data: str = option("", "folder or file of CIFAR-10")
     width: tuple[int, ...] = option((100, 500, 1000, 3000), "neurons of a hidden layer; A.2 adds 9000", low=1)

@@ -1,9 +1,10 @@
 """Paper 004: CompeteSMoE and its baselines as character-level language models.
 
 The paper trains 6 layers of width 264 and 8 of 352 on enwik8 and text8, with 16 experts and two choices a token. As in
-the paper, the learning rate is 1 / sqrt(t), there is no balance loss, and the test result is that of the evaluation
-with the lowest validation loss. The model is a small GPT with experts in every block, or in every second one as in
-GLaM. Differences from the paper: pre-norm blocks with one residual around each layer, shorter windows, fewer steps.
+the paper, the learning rate falls as 1 / sqrt(t) after a warm-up, there is no balance loss by default, and the test
+result is that of the evaluation with the lowest validation loss. The model is a small GPT with experts in every block,
+or in every second one as in GLaM. Differences from the paper: pre-norm blocks with one residual around each layer,
+shorter windows, fewer steps.
 The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
 """
 
@@ -93,7 +94,7 @@ class CompeteSMoE(TextRecipe):
         vocabulary = len(data.source.vocabulary)
         glam = self.architecture == "glam"
         every = self.moe_every or 1 + glam
-        # A dense layer is as wide as the k experts that a token uses.
+        # The hidden layer of a dense block is as wide as those of k experts together.
         model = MoEGPT(
             vocabulary,
             self.length,

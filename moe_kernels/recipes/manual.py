@@ -1,10 +1,10 @@
 """Paper 002, Table 6: is routing by hand better than learned routing? Five experts with two similar digits each,
 against token choice.
 
-The network has one transformer layer. For half of the steps `manual` routes all tokens by the label of their image.
-Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network. `shuffled` is
-the control with random pairs of digits. Evaluation has no labels: it always uses the learned gate, which trains only in
-the second half of the steps in `manual` and `shuffled`.
+The network has one transformer layer. In the first half of the steps, side `manual` routes all tokens by the label of
+their image. Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network.
+`shuffled` is the control with random pairs of digits. Evaluation has no labels and always uses the learned gate, which
+`manual` and `shuffled` train only in the second half of the steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Manual(Recipe):
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         classes, image_shape = len(data.source.classes), data.source.image_shape
         if classes != len(MNIST):
-            raise ValueError(f"manual: expected ten digits, {data.source.name} has {classes} classes")
+            raise ValueError(f"manual: expected ten classes (digits), {data.source.name} has {classes}")
         by_hand = list(MNIST)
         if self.side == "shuffled":
             random.Random(seed).shuffle(by_hand)

@@ -2,8 +2,8 @@
 
 The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
 are in every expert. By default a small GPT is first trained on text and then split in the same proportions, and the
-dense model is the teacher of the split one. Controls: "dense" trains on without a split, "small" keeps only the most
-important neurons of every layer, as its one expert, "unguided" splits at random.
+dense model is the teacher of the split one. Controls: "dense" trains on without a split; "small" has one expert with
+the most important neurons of the layer; "unguided" splits by random numbers instead of importance.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
 further training, as in the paper:
@@ -41,12 +41,13 @@ from moe_kernels.recipes._routers import forward_with_routing, modules_of, regul
 from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
-MASKED = 0.15  # share of a window's tokens that is masked, as in BERT
+MASKED = 0.15  # share of a window's tokens, without [CLS] and [SEP], that is masked, as in BERT
 
 
 @dataclass(frozen=True)
 class MoEBERT(TextRecipe):
-    """Sides: dense, small, unguided; hash, balanced (hash by frequency), topk, comet; "+" learns a permutation, too."""
+    """Sides: dense, small, unguided, balanced (hash by frequency), hash, topk, comet; hash+, topk+ and comet+ learn a
+    permutation of the experts, too."""
 
     SIDES: ClassVar[tuple[str, ...]] = (
         *("dense", "small", "unguided", "balanced"),
@@ -83,7 +84,7 @@ class MoEBERT(TextRecipe):
     )
 
     def splits(self, data: Any) -> Splits:
-        """With a BERT: windows of tokens, and numbers in [0, 1) that choose the tokens masked in evaluation."""
+        """With --bert: windows of tokens, and numbers in [0, 1) that choose the tokens to mask, except in training."""
         if not self.bert:
             return super().splits(data)
         train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))
@@ -119,7 +120,7 @@ class MoEBERT(TextRecipe):
         limit = min(fc1.out_features, self.expert_hidden)
         if self.share > limit:  # checked now, since the split comes only after the steps of the dense model
             raise ValueError(
-                f"moebert: share must be at most {limit}, the least of hidden and expert-hidden; got {self.share}"
+                f"moebert: share must be at most {limit}, the smaller of hidden and expert-hidden; got {self.share}"
             )
 
         def layer(index: int) -> MoE:
@@ -174,7 +175,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (B, S). With a BERT: mask is the token [MASK]; fixed: always masks the same tokens."""
+        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: the same tokens in every call."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
@@ -202,7 +203,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _layer(self, dim: int, activation: str, counts: Tensor, steps: int) -> MoE:
-        """A layer of the student, which trains for `steps` steps. counts: how often each token occurs."""
+        """A layer of experts of the student, which trains for `steps` steps. counts: how often each token occurs."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
         dropout = 0.0 if self.bert else self.model_dropout  # a BertLayer has a dropout after the layer
@@ -213,7 +214,7 @@ class MoEBERT(TextRecipe):
             gate = TreeGate(dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
-        if plus:  # not renormalised for topk: its only choice would have weight 1, and its gate no gradient
+        if plus:  # renormalised, the only weight of topk would always be 1 and its gate would get no gradient
             gate = PermutedGate(gate, LocalSearch(count, steps // 2, zeta=self.zeta, renormalise=kind != "topk"))
         return MoE(gate, experts, NonzeroWeights() if plus or kind == "comet" else None)
 
@@ -222,8 +223,8 @@ class Pair(nn.Module):
     """A dense model, the teacher, and the student that is split from it; `forward` uses the student after the split.
 
     Both are called as model(x, states) -> (logits, outputs of the layers of experts), and have the parameters outside
-    the feed-forward layers in the same order. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer.
-    share: number of neurons that all experts of a layer have.
+    the feed-forward layers in the same order. student None: only the teacher trains.
+    teacher.feed_forwards() -> (fc1, fc2, activation) of each layer. share: number of neurons in all experts of a layer.
     """
 
     def __init__(self, teacher: Any, student: Any, share: int) -> None:
@@ -286,11 +287,10 @@ def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[T
 
 
 def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
-    """Tokens (B, S) with 15 % of them replaced by `mask`, and targets (B, S): the replaced tokens, else IGNORED.
+    """Tokens (B, S) with 15 % of the inner ones replaced by `mask`, and targets (B, S): those tokens, else IGNORED.
 
-    Args:
-        tokens: (B, S). The first and the last token of a window are never masked.
-        draw: (B, S - 2); the tokens with the smallest numbers are masked, the same count in every window, at least one.
+    draw (B, S - 2): a number for each token but the first and the last. The tokens with the smallest numbers of a
+    window are replaced, the same count in every window, at least one.
     """
     count = max(1, round(MASKED * draw.shape[1]))
     positions = 1 + draw.topk(count, largest=False).indices
@@ -299,7 +299,7 @@ def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
 
 
 def _bert() -> Any:
-    """The integration, which imports transformers."""
+    """moe_kernels.integrations.bert, imported only if needed, since it imports transformers."""
     return importlib.import_module("moe_kernels.integrations.bert")
 
 

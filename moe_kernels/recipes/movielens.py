@@ -1,11 +1,11 @@
 """Paper 001: gates and local search on MovieLens, two tasks, 16 experts (Table 1).
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
-cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
-training features are not public: here the validation rows of the prepared files are the training set.
-"+untrained" is the control: the same schedule with fixed random scores instead of learned ones. The defaults are those
-of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of
-Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).
+cross-entropy) and 0.1 (rating, squared error over the rows that have one). "+" learns a permutation of the experts for
+5 epochs. The paper's training features are not public: without movielens_train.csv, the validation rows of the
+prepared files are the training set. "+untrained" is the control: the same schedule with fixed random scores instead of
+learned ones. The defaults are those of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and
+`study search` for its random search. Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).
 The defaults take some 10 minutes of a CPU core, with --rows 10000 less than one.
 """
 

@@ -1,11 +1,11 @@
 """The sparse ViT of paper 002 and V-MoE (paper 003, a survey) on images, with several ways of routing.
 
-V-MoE takes every second block, counted from the last, and has experts in the last two of these ("last-2") or in all
-("every-2", here --moe-layers 99). It has two choices a token, capacity 1.05, and routes in groups of 8 images. E^3 is
-an ensemble of two in one network, with V-MoE's capacity and losses. The sparse ViT has experts in every block and one
-choice a token; `sparsified` trains with dense gates, then only its new sparse gates, then everything. `matched` is a
-dense model so wide that it has at least the parameters of `token_choice`. The models here are small, for CIFAR-10 on a
-CPU; the defaults of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
+V-MoE selects every second block, counted from the last, and puts experts into the last two of these ("last-2") or into
+all ("every-2", here --moe-layers 99). By default V-MoE has two choices a token and capacity factor 1.05, and routes in
+groups of 8 images. E^3 is an ensemble of two members in one network, with V-MoE's capacity and losses. The sparse ViT
+has experts in every block. Side `sparsified` trains with dense gates, then only its new sparse gates, then everything.
+`matched` is a dense model so wide that it has at least as many parameters as `token_choice`. The default sizes are
+small, for CIFAR-10 on a CPU. Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class VMoE(Recipe):
         return tuple(blocks[len(blocks) - min(count, len(blocks)) :])
 
     def _matched_dim(self, data: Splits) -> int:
-        """The first of the widths dim, dim + heads, .., at which this side has at least token_choice's parameters."""
+        """The first of the widths dim, dim + heads, .. with at least as many parameters as token_choice."""
 
         def parameters(recipe: VMoE, dim: int) -> int:
             with torch.device("meta"):
@@ -199,7 +199,7 @@ class VMoE(Recipe):
 
 
 def _gates(outputs: list[MoEOutput], images: int) -> list[Tensor]:
-    """The gates (B, S, E) of every layer."""
+    """The gates (images, S, E) of every layer."""
     return [out.gates[0].gates.unflatten(0, (images, -1)) for out in outputs]
 
 

@@ -1,7 +1,7 @@
-"""python -m moe_kernels study NAME: experiments of the papers other than comparisons of trained models.
+"""python -m moe_kernels study NAME: experiments of the papers, or on their claims, for which `train` is not enough.
 
 studies/<name>.py has `class <Name>(Study)`, a frozen dataclass. Its fields are the options of the command line, as in a
-recipe; `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
+recipe. `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Study:
     threads: int = option(1, "threads of the CPU", low=1)
 
     def run(self, out: Path | None) -> None:
-        """Does the work, prints a table, and writes to `out` if it is given."""
+        """Runs the experiment, prints a table, and writes files to `out` unless it is None."""
         raise NotImplementedError
 
     def load(self, path: str, kind: type[Kind]) -> Kind:
@@ -56,7 +56,7 @@ class Study:
 
 
 def names() -> list[str]:
-    """All studies."""
+    """Names of all studies."""
     return recipes.names(__path__)
 
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0, or 2 if the study cannot start or a file cannot be read or written."""
+    """Runs a study; returns the exit status: 0, or 2 if an option or a file is wrong or a package is missing."""
     study = find(args.study)(**given(find(args.study), args))
     threads = torch.get_num_threads()
     try:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A row in one line, without NaN."""
+    """The row in one line, without the values that are NaN."""
     return ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v == v)
 
 

@@ -1,13 +1,17 @@
 """Paper 001, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
 
-With hash routing every user has one expert. The loss is then a sum over the 16 groups of users. The local search looks
-for the permutation of the experts with the lowest training loss; here a linear assignment finds it exactly. The study
-trains on MovieLens, permutes the experts before the first step or later, and continues. Arms: the best permutation, a
-random one (the control), none, the search with the paper's schedule, the search with LocalSearch's schedule "wide", and
-that schedule with fixed random scores (untrained).
+With hash routing every user has one expert. For fixed weights, the training loss is then a sum over groups of users
+with the same expert. The paper's local search is to find the permutation of the experts with the lowest training loss;
+here a linear assignment finds it exactly. The study trains on MovieLens, permutes the experts before the first step or
+later, and continues. Arms:
 
-Printed for arms random and best: the training loss before and after the permutation, and the mean and minimum of this
-loss over all 16! permutations; for every arm the test loss at the end; for the searches the distance of the last soft
+* none: no permutation.
+* random, best: a random permutation (the control), and the best one.
+* paper, wide: the local search with the paper's schedule, and with LocalSearch's schedule "wide".
+* untrained: schedule "wide" with fixed random scores.
+
+The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
+this loss over all permutations; for every arm the test loss at the end; for the searches the distance of the last soft
 matrix from a permutation.
 """
 
@@ -113,12 +117,14 @@ class Permutation(Study):
 
 @torch.no_grad()
 def costs(run: Run, gate: HashGate) -> Tensor:
-    """(E, E) float64: at i, j the summed loss of the training rows of user group i if they are routed to expert j."""
+    """(E, E) float64: at i, j the summed loss of the training rows with users of expert i, if expert j gets them."""
     users, movies, truth, stars = run.data.train
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(min=1)  # so that cost / number of rows has the mean error of rated rows
+    scale = len(stars) / rated.sum().clamp(
+        min=1
+    )  # so that the errors, summed over n rows and divided by n, give the mean error of rated rows
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

@@ -1,11 +1,12 @@
 """Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
 
 Every trial draws its hyperparameters from the paper's grid for MovieLens (supplement S1.3): the learning rate
-log-uniform in [5e-5, 5e-4], gamma of {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search), lambda of {0.05,
-0.1, 0.5, 1, 5, 10}, 1 to 10 epochs of permutation learning. It trains for at most 100 epochs, stops after 25 without a
-better validation loss, and keeps the best evaluation. Table 2 has the mean test loss of the best 5 % by validation.
-Bootstrap (appendix F): draw s trials and take the test loss of the one with the best validation loss; the result is the
-mean of 1000 draws, for s up to half of the trials. The paper has 500 trials a gate.
+log-uniform in [5e-5, 5e-4], gamma from {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search), lambda from
+{0.05, 0.1, 0.5, 1, 5, 10}, and 1 to 10 epochs of permutation learning. By default a trial trains for at most 100
+epochs, stops after 25 epochs without a better validation loss, and keeps the best evaluation. Table 2 has the mean test
+loss of the best 5 % of the trials by validation loss. The bootstrap (appendix F) draws s trials and takes the test loss
+of the one with the best validation loss; its result is the mean of 1000 draws, for s up to half of the trials and at
+most 250. The paper has 500 trials a gate.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Search(Study):
     def run(self, out: Path | None) -> None:
         data = self.load(self.data, Ratings)
         rows: list[dict[str, Any]] = []
-        for trial in range(self.trials):  # gates alternate, so that an interrupted search has equal counts
+        for trial in range(
+            self.trials
+        ):  # gates alternate, so that their counts in an interrupted search differ by at most 1
             for side in self.sides:
                 rows.append(self._trial(data, side, trial))
                 print(line_of(rows[-1]), flush=True)
@@ -101,7 +104,7 @@ class Search(Study):
 
 
 def bootstrap(rows: Sequence[dict[str, Any]], draws: int) -> dict[int, float]:
-    """s -> the test loss of the best of s random trials by validation loss, as the mean of `draws` draws."""
+    """s -> mean over `draws` draws of s trials of the test loss of the trial with the lowest validation loss."""
     valid, test = (torch.tensor([row[name] for row in rows]) for name in ("valid loss", "test loss"))
     generator = torch.Generator().manual_seed(0)
     sizes = [size for size in (1, 2, *range(5, 251, 5)) if size <= max(len(rows) // 2, 1)]

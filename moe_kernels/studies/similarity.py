@@ -1,9 +1,10 @@
 """Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
 
-500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0 to 100; networks of
-10 hidden layers of 512. For every pair: the cosines of the inputs, of the masks of all layers, and of the masked
-activations, means over 10 networks. The paper draws 10 networks for every pair, as --fresh does; by default all pairs
-use the same 10, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
+By default there are 500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0
+to 100, and networks with 10 hidden layers of 512 neurons. For every pair the study computes the cosine of the inputs,
+and means over 10 networks of two cosines: of the masks of all layers, and of the masked activations. The paper draws 10
+networks for every pair, as --fresh does; by default all pairs use the same 10, which takes seconds instead of minutes.
+p = 1 is the dense network, the baseline of Figure 2b.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ def _ranks(x: Tensor) -> Tensor:
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation; NaN if a or b is constant."""
+    """Spearman's rank correlation; equal values are ranked in their order. NaN if a or b is constant."""
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         return float("nan")
     return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
 def _slope(a: Tensor, b: Tensor) -> float:
-    """Slope of the least-squares line of b over a."""
+    """Slope of the least-squares line of b over a; NaN if a is constant."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     return float((a * b).sum() / (a * a).sum()) if a.abs().max() > 0 else float("nan")

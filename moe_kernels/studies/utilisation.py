@@ -1,9 +1,9 @@
 """Paper 000, section 4.1.2 and Figure 3: how often is each neuron of a random COMET network active, and are any dead?
 
-1000 random networks of 4 linear layers, with N ~ U(100, 1000) neurons a hidden layer and sparsity 1 - p ~ U(0.05, 1),
-get the whole data set. On CIFAR-10 the paper finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks;
-many dead neurons are active on another data set (--other), CIFAR-100. In digits and MNIST the mean image is far from
-zero, so more neurons are dead; --centre subtracts the mean.
+By default 1000 random networks of 4 linear layers, with N ~ U(100, 1000) neurons a hidden layer and sparsity
+1 - p ~ U(0.05, 1), get the whole data set. A neuron is dead if no image activates it. On CIFAR-10 the paper finds
+7.6e-4 % of all neurons dead, in fewer than 2 % of the networks; many of them are active on another data set (--other),
+CIFAR-100. In digits and MNIST the mean image is far from zero, so more neurons are dead; --centre subtracts the mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # lower ends of the table's ranges of
 
 @dataclass(frozen=True)
 class UtilisationStudy(Study):
-    """The study's options; their defaults are the paper's, but for the data."""
+    """The study's options; their defaults are the paper's, except that of `data`."""
 
     data: str = option("digits", "images: digits, or a path to CIFAR-10 or another set")
     other: str = option("", "a second set of as many pixels, to count the dead neurons that are active on it")

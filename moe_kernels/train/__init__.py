@@ -1,8 +1,8 @@
 """python -m moe_kernels train RECIPE: trains the sides of a comparison, prints a table and writes files to --out.
 
-A side is one of the models that the recipe compares. First the agreement check takes the same training steps on the
-fast backend and on the reference. Then, if the recipe has several learning rates, one is chosen for each side. Then
-every side trains with every seed. Sides train in turns: each up to its next evaluation.
+A side is one of the models that the recipe compares. First the agreement check takes `check_steps` training steps on
+the chosen backend and the same steps on the reference. Then, if `tune` has several learning rates, each side gets the
+best one. Then every side trains with every seed. Sides train in turns: each up to its next evaluation.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the agreement check and the training, prints the table, and returns the exit status.
 
     0: success; 1: backend and reference disagree; 2: the run cannot start, or a file cannot be read or written; 3: a
-    rank failed or did not answer in time; 130: interrupted.
+    rank failed or did not answer in time; 130: interrupted in training.
     """
     threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> 
     if not args.expert_parallel:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
-                "torchrun started several ranks: add --expert-parallel N, the ranks that share the experts"
+                "torchrun started several ranks: add --expert-parallel N, the number of ranks that share the experts"
             )
         return None
     init_ranks = importlib.import_module("moe_kernels.train.ranks").init_ranks
@@ -165,12 +165,12 @@ def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> 
 
 
 def _rank(args: argparse.Namespace) -> str:
-    """The beginning of a message: the number of this rank, if there are several."""
+    """The beginning of a message: "rank N: " with --expert-parallel, else nothing."""
     return f"rank {os.environ.get('RANK', '?')}: " if args.expert_parallel else ""
 
 
 def _rank_failure(out: Path | None, error: RuntimeError) -> str:
-    """The reason why a rank ends, and how to continue."""
+    """A message: why this rank ends, and how to continue if there is a checkpoint."""
     first = str(error).partition("\n")[0]
     saved = out / "checkpoint.pt" if out else None
     hint = f"; --resume continues from {saved}" if saved is not None and saved.exists() else ""
@@ -207,7 +207,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         saved = comparison.checkpoint
         if saved is None:
             print("interrupted")
-        else:  # the first evaluation writes the checkpoint
+        else:  # there is no checkpoint before the first evaluation of all sides
             print(f"interrupted; {f'--resume continues from {saved}' if saved.exists() else 'nothing was saved yet'}")
         return 130
     histories = comparison.histories()
@@ -316,7 +316,7 @@ def add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: 
 
 
 def within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:
-    """A type for argparse: finite numbers from low to high."""
+    """A type for argparse: finite numbers of type `kind` from low to high; None: no limit."""
 
     def parse(text: str) -> Any:
         value = kind(text)

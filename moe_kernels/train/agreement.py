@@ -1,9 +1,9 @@
 """The agreement check: the same training steps on the fast backend and on the reference.
 
 Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
-which of two experts with nearly equal scores is chosen (a tie). There the gradient jumps, and both results are right.
-The check finds these places: there the reference's own result jumps if its weights change by some 4e-6 of their values.
-A difference of the backends elsewhere is an error.
+which of two experts with nearly equal scores is chosen (a tie). At a kink or tie the gradient jumps, and both results
+are right. The check finds these jumps: the reference repeats the step with weights that differ by some 4e-6 of their
+values. Beyond rounding, the backends may differ by twice the largest change of the reference; more is an error.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from moe_kernels import backends
 from moe_kernels.train.loop import Run
 
-# Allowed difference, relative to max(1, |loss|) and to the largest gradient. Matrix products and gradients of biases
-# may sum in another order: one rounding of float32 is 6e-8, and a network amplifies it by less than a hundred. Weights
-# are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error decides
-# Adam's step.
+# Allowed difference of a loss, relative to max(1, |loss|), and of a gradient, relative to the model's largest gradient.
+# Backends may sum in different orders; one rounding of float32 is 6e-8, so a network may amplify it by a hundred.
+# Weights are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error
+# decides Adam's step.
 TOLERANCE = 1e-5
 
 # If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n),
-# with n from N(0, 1); one of the two crosses a near kink. 4e-6 moves an argument some ten times as far as rounding, so
-# that four pairs miss a kink once in 1e4 times.
+# n from N(0, 1), in at most PAIRS pairs. The two move the argument of a ReLU in opposite directions, so one of them can
+# cross a kink nearby. 4e-6 moves an argument some ten times as far as rounding does: four pairs miss few kinks.
 PERTURBATION = 4e-6
 PAIRS = 4
 SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one element
@@ -35,7 +35,7 @@ SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one e
 
 @dataclass(frozen=True)
 class Step:
-    """Errors of one training step: how far the backends differ beyond the jumps of the reference.
+    """Errors of one training step: how far the backends differ beyond SLACK times the jumps of the reference.
 
     The error of the loss is relative to max(1, |reference|).
     """
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def passed(self) -> bool:
-        # In this form a NaN fails.
+        # Comparisons with NaN are False, so NaN fails.
         return self.wrong_masks == 0 and self.loss_error <= TOLERANCE and self.gradient_error <= TOLERANCE
 
 
@@ -78,8 +78,7 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
     """Takes the same steps on the current backend and on the reference, and compares each of them.
 
     Every step starts from the weights and the optimiser's state of the run on the current backend. The routing may
-    differ only where that of the reference jumps; loss and gradients may differ by TOLERANCE and by the reference's
-    jumps.
+    differ only where that of the reference jumps; loss and gradients may differ by TOLERANCE and SLACK times the jumps.
     """
     with backends.use_backend("reference"):
         reference = make_reference()
@@ -106,11 +105,11 @@ def follow_agreement(fast: Run, steps: int) -> None:
     """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
         _take_step(fast)
-        fast.state()  # takes part in gathering the state, which rank 0 reads
+        fast.state()  # a collective call: rank 0 needs the gathered state
 
 
 class Jumps:
-    """How far each number of a reference step changes if the weights change by some PERTURBATION of their values."""
+    """Largest change of every number of a reference step over its repetitions with perturbed weights."""
 
     def __init__(self, expected: StepRecord) -> None:
         self.expected, self.repeated = expected, 0
@@ -129,7 +128,7 @@ class Jumps:
                 torch.maximum(jumps, _distance(a, b), out=jumps)
 
     def compare(self, number: int, got: StepRecord) -> Step:
-        """The errors of `got`: its differences from the reference beyond the jumps."""
+        """The errors of `got`: its differences from the reference beyond SLACK times the jumps."""
         expected = self.expected
         triples = zip(got.routing, expected.routing, self.routing, strict=True)
         wrong = sum(int(((a != b) & ~jumps).sum()) for a, b, jumps in triples)
@@ -141,7 +140,7 @@ class Jumps:
         return Step(number, wrong, *values, self._gradient_error(got), self.repeated)
 
     def _gradient_error(self, got: StepRecord) -> float:
-        """Largest difference of two gradients beyond the jumps, over the reference's largest gradient.
+        """Largest difference of two gradients beyond SLACK times the jumps, over the reference's largest gradient.
 
         0 without gradients, infinite if only one of the two runs has a parameter's gradient.
         """
@@ -189,7 +188,7 @@ def _take_step(run: Run) -> StepRecord:
 
 
 def _restore(run: Run, state: dict[str, Any]) -> None:
-    """Sets step, random state, weights and moments; also for steps after the run's last, unlike Run.load_state."""
+    """Sets step, random state, weights and optimiser; unlike Run.load_state, also for steps after the run's last."""
     state = copy.deepcopy(state)
     run.step, run.random.state = state["step"], state["random"]
     run.task.model.load_state_dict(state["model"])
@@ -197,7 +196,7 @@ def _restore(run: Run, state: dict[str, Any]) -> None:
 
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepRecord]:
-    """Repeats the step from state `before`, with weights that differ by some PERTURBATION of their values."""
+    """Repeats the step from state `before` with perturbed weights: PAIRS times with noise and with its negative."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(PAIRS):
         noise = [torch.randn(each.shape, generator=generator).to(each) for each in run.task.model.parameters()]

@@ -17,13 +17,13 @@ VERSION = 1
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Replaces the file atomically: after an interruption it is the old or the new one."""
+    """Replaces the file atomically: after an interruption, `path` is the old file or the new one."""
     with _atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def try_place(path: Path) -> None:
-    """Raises OSError at once if `write` could not write there after hours of training; an existing file stays."""
+    """Raises OSError if `write` could not write to `path`, before hours of training; an existing file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -38,7 +38,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def save_tensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state`, such as a state dict; its values that are tensors are moved to the CPU."""
+    """Writes `state`, such as a state dict, completely or not at all. Tensors among its values move to the CPU."""
     plain = {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     with _atomic(path) as file:
         torch.save(plain, file)
@@ -48,16 +48,20 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     """The state that `save` wrote, on the CPU.
 
     Raises:
-        ValueError: as `read`; also another version, or a missing key.
+        ValueError: as `read`; or another version, or a missing key.
     """
     state = read(path)
     if state.get("version") != VERSION or any(key not in state for key in keys):
-        raise ValueError(f"{path} is no checkpoint of this program (version {VERSION}, with {', '.join(keys)})")
+        missing = "".join(f", no {key}" for key in keys if key not in state)
+        raise ValueError(
+            f"{path} is no checkpoint of this program: expected version {VERSION} with {', '.join(keys)}; "
+            f"got version {state.get('version')}{missing}"
+        )
     return state
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A dict that `save` or `save_tensors` wrote, on the CPU; only tensors and plain containers (weights_only).
+    """A dict that `save` or `save_tensors` wrote, on the CPU. It may hold only what torch.load with weights_only reads.
 
     Raises:
         ValueError: no such file, a damaged file, other contents, or no dict.
@@ -68,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(state, dict):
             return state
-        raise ValueError(type(state).__name__)
+        raise ValueError(f"expected a dict, got {type(state).__name__}")
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
@@ -76,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which replaces `path` once it is on the disk; errors of writing name `path`."""
+    """A file to write. At the end of the block it replaces `path`; an OSError in the block names `path`."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:

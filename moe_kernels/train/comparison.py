@@ -23,7 +23,7 @@ class Comparison:
     """The runs of all sides, with the same seeds, batches and steps and the same learning rates to choose from.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
-    rate whose last evaluation on the remaining tenth is best. It does not use the test set.
+    rate with the best last evaluation on the remaining tenth. Tuning does not use the test set.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Comparison:
         if not 0 <= recipe.seed < 2**31 - seeds:  # seed and epoch together seed the order of batches, in 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, parts(data, recipe), every
-        self.test_samples = len(data.test[0])  # those of the data set; an evaluation may use fewer
+        self.test_samples = len(data.test[0])  # of the data set; an evaluation may use fewer
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
         self.variants = recipe.variants()
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all runs together, for the progress bar."""
+        """Most steps of all runs together, for the progress bar: a run may stop earlier."""
         size = len(self.data.train[0])
         final, tuned = (
             self.recipe.steps or self.recipe.epochs * math.ceil(n / self.recipe.batch_size)
@@ -92,14 +92,14 @@ class Comparison:
         return list(self.done.values())
 
     def pair(self, variant: Recipe) -> tuple[Run, Callable[[], Run]]:
-        """A run for the agreement check, and a function that makes an equal one."""
+        """A run for the agreement check, and a function that makes a run with the same weights and batches."""
         return Run(variant, variant.seed, self.data), lambda: Run(variant, variant.seed, self.data)
 
     def resume(self) -> None:
         """Continues from the checkpoint in `out`.
 
         Raises:
-            ValueError: it is missing or damaged, or belongs to a run with other settings or data.
+            ValueError: the checkpoint is missing or damaged, or belongs to a run with other settings or data.
         """
         assert self.checkpoint is not None
         state = checkpoint.load(self.checkpoint, ("settings", "done", "live"))
@@ -159,7 +159,7 @@ class Comparison:
         self._save()
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
-        """Steps after which to evaluate: every `every` steps (0: every epoch), and the last one."""
+        """Steps after which to evaluate: every `every` steps (0: every epoch), and the last step of each run."""
         points: set[int] = set()
         for run in runs:
             every = self.every or run.epoch_steps
@@ -219,9 +219,12 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
 
 
 def parts(data: Splits, recipe: Recipe) -> Splits:
-    """The parts that a run uses: at most `eval_rows` samples of the test and validation sets, or, if that is 0, at most
-    as many as train. If a validation set is needed and missing, it is a tenth of the training set; if none is needed,
-    there is none."""
+    """The parts of the data that a run uses. Test and validation set have at most `eval_rows` samples.
+
+    choose="best" and `patience` need a validation set. If the data have none, a tenth of the training set is taken,
+    unless there are fewer than 10 training samples. Without need, the validation set is None. eval_rows 0 stands for
+    the number of training samples.
+    """
     validate = recipe.choose == "best" or recipe.patience > 0
     if validate and data.valid is None and len(data.train[0]) >= 10:
         valid = _held_out(data, recipe.seed)
@@ -241,7 +244,7 @@ def _subset(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, .
 
 
 def _held_out(data: Splits, seed: int) -> Splits:
-    """Nine tenths of the training set for training, and a random tenth as the test set."""
+    """Splits of the training set: a random tenth, rounded down, is the test set, and the rest trains."""
     n = len(data.train[0])
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(data.train[0].device)
     test, train = order[: n // 10], order[n // 10 :]

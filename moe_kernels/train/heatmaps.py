@@ -14,10 +14,10 @@ from moe_kernels.train.plotting import write_picture
 
 
 class TokenMap(NamedTuple):
-    """Shares from 0 to 1 that each expert of a layer gets."""
+    """For each expert of a layer, the share of the tokens that use it, or its mean gate weight: see `of`."""
 
-    positions: Tensor  # (E, rows, columns): share of the tokens at that patch, over the test images
-    classes: Tensor  # (E, C): share of all tokens of a class's test images, class tokens included
+    positions: Tensor  # (E, rows, columns): over the tokens at that patch of the test images
+    classes: Tensor  # (E, C): over all tokens of the test images of a class, class tokens included
     of: str = "share of the tokens"  # or "gate weight", for a gate that uses every expert for every token
 
 
@@ -25,8 +25,8 @@ class TokenMap(NamedTuple):
 def token_maps(run: Run) -> list[TokenMap]:
     """A map for each layer of experts, over the test images. The patches of an image form the task's `grid`.
 
-    A token that uses several experts counts for each of them. If a gate uses every expert for every token, all shares
-    would be 1; then the maps hold gate weights instead.
+    A token that uses several experts counts for each of them. If a gate uses every expert for every token of the first
+    batch, all shares would be 1, so the maps of its layer hold mean gate weights instead.
     """
     task = run.task
     assert task.grid is not None
@@ -44,7 +44,7 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            # 1, or the number of members of an ensemble; the rows of an image's members are consecutive.
+            # 1, or the number of members of an ensemble: then the members of an image are consecutive.
             members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]

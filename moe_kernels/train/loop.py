@@ -1,7 +1,7 @@
 """One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
-The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and a run has its own random
-state. So runs can alternate, stop and continue with the same results.
+The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and every run has a random
+state of its own. So runs that alternate, or stop and continue, give the same results as alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def routing_columns(unit: str) -> tuple[str, ...]:
 
 
 class Random:
-    """The random state of one run on every device; `use` makes it the current one."""
+    """The random state of one run, on the CPU and on the run's device; inside `use` torch draws from it."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SeededDraw:
-    """Replaces a competition gate's `rate`: 1 with that probability, else 0, drawn from seed, layer and step alone."""
+    """Replaces a competition gate's `rate`: 1 with probability rate, else 0, drawn from seed, layer and step alone."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -97,9 +97,9 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
     parameters: int = 0
-    best: dict[str, Any] | None = None  # state dict on the CPU at evaluation `chosen`, if `validates`
+    best: dict[str, Any] | None = None  # the model's state dict on the CPU at evaluation `chosen`, if `validates`
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
-    terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
+    terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers over its steps
 
     def __post_init__(self) -> None:
         self.device = self.data.train[0].device
@@ -109,7 +109,7 @@ class Run:
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         seed_competitions(self.task.model, self.seed)
         self.setup_seconds = time.perf_counter() - started
-        # Counts the parameters that train in the first phase; a later phase may freeze some of them.
+        # Counted before the first step: a later phase may freeze some parameters.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -135,7 +135,7 @@ class Run:
         return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows)
 
     def take_step(self) -> dict[str, Tensor]:
-        """Takes one step; returns the losses, still on the device."""
+        """Takes one step; returns the losses of Task.loss, detached."""
         task, batch = self.task, self.batch(self.step)
         if task.before_step is not None:
             task.before_step(self.step)
@@ -169,7 +169,7 @@ class Run:
         return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Takes steps until `to` steps are done, then evaluates. `tick` is called after every step."""
+        """Takes steps until `to` steps are done, then evaluates and appends a row. Calls `tick` after every step."""
         sums: dict[str, Tensor] = {}
         first = self.step
         with self.random.use():
@@ -200,7 +200,8 @@ class Run:
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: the last, or with choose="best" the first with the best validation score."""
+        """Index of the row to report: with choose="best" and a validation part the first with the best validation
+        score, else the last."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
@@ -208,7 +209,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last `patience` evaluations were no better than the best one on the validation part."""
+        """Whether the last `patience` evaluations were no better on the validation part than an earlier one."""
         since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
         return 0 < self.recipe.patience <= since_best
 
@@ -219,8 +220,8 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Measures of the validation part ("valid ...") and of the test set ("test ..."), and the routing on the test
-        set; one forward for each batch."""
+        """Measures of the validation part ("valid ...") and of the test set ("test ..."), and routing statistics of the
+        test set."""
         row: Row = {}
         self.task.model.eval()
         if self.validates:
@@ -253,10 +254,10 @@ class Run:
         return {f"{part} {name}": value for name, value in measures.items()}
 
     def flops(self, known: bool = False) -> float:
-        """FLOPs of a prediction for one test sample, mean of the first 32, by torch's counter (a multiply-add is two).
+        """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        Experts count only rows routed to them, as paper 001 does in Table 6.
-        known: for a sample of the test set, whose frozen masks may be stored; else for a new sample.
+        A multiply-add is two FLOPs. Experts count only rows routed to them, as paper 001 does in Table 6.
+        known: use stored parts such as frozen masks of test samples; else the samples count as new.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
@@ -302,7 +303,7 @@ class Run:
             yield batch._replace(start=number * self.recipe.eval_batch)
 
     def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
-        """Batches of a part of the data, of `eval_batch` samples."""
+        """Batches of a part of the data, of at most `eval_batch` samples."""
         size = self.recipe.eval_batch
         for start in range(0, len(part[0]), size):
             yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
@@ -325,9 +326,9 @@ setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 pass tensors, not s
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Probability that a positive scores higher than a negative; equal scores count half. NaN if either is missing.
+    """Probability that a positive scores higher than a negative; equal scores count half. NaN without either.
 
-    (sum of the positives' ranks - P (P + 1) / 2) / (P N) for P positives and N negatives; ranks count from 1, equal
+    (sum of the positives' ranks - P (P + 1) / 2) / (P N) for P positives and N negatives; ranks count from 1, and equal
     scores get their mean rank.
     """
     _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
@@ -346,7 +347,7 @@ class RoutingStatistics:
     def __init__(self, device: torch.device) -> None:
         self.used: list[Utilisation] = []  # by layer, as layers may differ in their number of samples
         self.entropy: list[Tensor] = []  # by layer, summed over its samples
-        self.routed: list[int] = []  # by layer: samples for which the router has a distribution
+        self.routed: list[int] = []  # by layer: number of samples for which the router has a distribution
         self.device, self.unit = device, "experts"
 
     def add(self, layers: Sequence[Routing]) -> None:
@@ -362,9 +363,12 @@ class RoutingStatistics:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """The values of `routing_columns`: experts or neurons used per sample (mean over layers), the least and the
-        largest share of the samples that use one, the number that no sample uses, the mean entropy of the routers in
-        nats. If several layers have a router, also the entropy of each."""
+        """The values of `routing_columns`, from all layers; a sample is a token if tokens are routed.
+
+        Experts or neurons that a sample uses (mean over samples and layers); least and largest share of the samples
+        that use an expert or neuron; number of experts or neurons that no sample uses; mean entropy of the routers in
+        nats, NaN without routers. If several layers have a router, also the entropy of each. {} if nothing was routed.
+        """
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

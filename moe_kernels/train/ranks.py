@@ -1,11 +1,12 @@
 """Training on several ranks: torchrun --nproc-per-node 2 -m moe_kernels train RECIPE --expert-parallel 2.
 
-Every rank builds the same task, keeps its share of the experts, and takes a part of every batch. Gradients are means
-over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables equal those of one process;
-rank 0 prints and writes. A checkpoint has unsharded tensors; any number of ranks, or one process, can read it.
+Every rank builds the same task, keeps its share of the experts, and takes a part of every training batch. Gradients are
+means over ranks, weighted by samples. Every rank evaluates the whole test set. Only rank 0 prints the results, and
+only its files are kept. A checkpoint has unsharded tensors; any number of ranks, or one process, can read it.
 
-Random numbers: rank 0 draws what one process would draw; every other rank has a random state of its own for each step.
-Whether experts compete depends on seed, layer and step only, so it is equal on all ranks and in one process.
+Random numbers: rank 0 draws from the run's random state, as one process does; every other rank has another random state
+for each step. Whether the experts of a competition gate compete depends only on seed, layer and step, so all ranks and
+one process agree.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a training. The mesh has the dimensions "dp" and "ep"; experts are sharded over "ep"."""
+    """The ranks of a training. The mesh has two dimensions: experts are sharded over "ep" and replicated over "dp"."""
 
     mesh: DeviceMesh
 
@@ -48,7 +49,7 @@ class Ranks:
         return dist.get_rank()
 
     def wait(self) -> None:
-        """Waits until all ranks have called this."""
+        """Waits until all ranks have called `wait`."""
         dist.barrier()
 
     def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:
@@ -89,8 +90,10 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean number per rank. A rank without samples
-    gets one sample with weight 0."""
+    """A rank's samples of a batch, and their weight: the number of these samples over the mean number per rank.
+
+    A rank without samples gets the first sample of the batch with weight 0.
+    """
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
@@ -101,7 +104,7 @@ def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
 
 @dataclass
 class ParallelRun(Run):
-    """A run in which this process is one rank."""
+    """A run in which this process is one of several ranks."""
 
     ranks: Ranks = None  # type: ignore[assignment]  # dataclasses have no required field after optional ones
 
@@ -134,7 +137,7 @@ class ParallelRun(Run):
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
-        """The mean over ranks, equal to one process's count: a rank multiplies the rows that all ranks send to it."""
+        """The mean of the ranks' counts, which differ: a rank computes its experts for the rows of all ranks."""
         found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return found.item() / self.ranks.size
@@ -148,7 +151,7 @@ class ParallelRun(Run):
     def state(self) -> dict[str, Any]:
         state = _gather(super().state())
         for group, flags in zip(state["optimiser"]["param_groups"], self._flags, strict=True):
-            group.update(flags)  # the values before _disable_fused, for a run in one process
+            group.update(flags)  # the values before _disable_fused; one process needs them
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -180,7 +183,7 @@ class ParallelRun(Run):
 
 @dataclass
 class SerialRun(Run):
-    """One process that computes the parts of `parts` ranks one after the other. ParallelRun must agree with it."""
+    """One process that computes what `parts` ranks compute, one after the other; ParallelRun must agree with it."""
 
     parts: int = 1
 
@@ -192,7 +195,7 @@ class SerialRun(Run):
         model, sums = self.task.model, dict[str, Tensor]()
         parameters = {name for name, _ in model.named_parameters()}
         before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
-        before = {k: v for k, v in before.items() if k not in parameters}  # counters and buffers
+        before = {k: v for k, v in before.items() if k not in parameters}  # buffers and extra state
         for rank in range(self.parts):
             if rank:
                 model.load_state_dict(before, strict=False)
@@ -213,12 +216,15 @@ class SerialRun(Run):
 
 
 def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, random numbers are a rank's in the run's next step; for rank 0 those of one process."""
+    """Inside the block, torch draws a rank's numbers for the run's next step; rank 0 draws from the current state."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Averages the experts' gradients over "dp" and all others over all ranks. A missing gradient counts as 0."""
+    """Averages gradients: of sharded experts over "dp", of others over all ranks.
+
+    A rank without a gradient that another rank has counts it as 0.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return
@@ -242,7 +248,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(task: Task, mesh: DeviceMesh) -> None:
-    """Keeps only this rank's share of the experts, in the model and in its optimiser."""
+    """Replaces the experts' parameters by this rank's shares, in the model and in its optimiser."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for module in task.model.modules():
         if isinstance(module, Experts):

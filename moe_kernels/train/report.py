@@ -20,14 +20,14 @@ from moe_kernels.train.plotting import write_picture
 
 @dataclass
 class History:
-    """The evaluations of one side with one seed; `stage` is "tune", "final", or "running" until the run ends."""
+    """The evaluations of a run; `stage` is "tune" or "final", or in log.csv "running" until the run ends."""
 
     side: str
     seed: int
     lr: float
     stage: str
     rows: list[Row]
-    flops: float = math.nan  # FLOPs of one prediction
+    flops: float = math.nan  # FLOPs of a prediction for one sample
     setup_seconds: float = 0.0
     parameters: int = 0
     flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
@@ -50,12 +50,12 @@ class Summary:
     metric: tuple[float, float]
     curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
     loss: tuple[float, float]  # training loss of the task, without regularisers
-    seconds: float  # seconds of a step, median over seeds and evaluations
+    seconds: float  # median over seeds and evaluations of the seconds of a step
     flops: float
     routing: dict[str, float] = field(default_factory=dict)
     flops_known: float = math.nan  # with stored masks
     unit: str = "experts"
-    regularisers: dict[str, float] = field(default_factory=dict)  # added to the task's loss
+    regularisers: dict[str, float] = field(default_factory=dict)  # means over the seeds
     parameters: int = 0
 
 
@@ -100,9 +100,9 @@ def task_loss(row: Row) -> float:
 
 
 def tables(summaries: Sequence[Summary], metric: str) -> str:
-    """The two tables at the end of a run: what the sides learned, and how they route and what they cost."""
+    """Two tables with a row for each side: metric, losses and time; routing, parameters and FLOPs."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # "": units differ, so a count has its unit beside it
+    unit = units.pop() if len(units) == 1 else ""  # "": none, or units differ and every count names its own
     stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     learned, costs = [], []
     for each in summaries:
@@ -158,8 +158,10 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """Draws the metric and the task's training loss of every side by step, with the range over the seeds, and names the
-    regularisers. False without matplotlib."""
+    """Draws metric and task's training loss of every side by step, means with the range over the seeds.
+
+    Names the regularisers. False without matplotlib.
+    """
     final = [each for each in histories if each.stage == "final"]
     has_task_loss = any(name in row for each in final for row in each.rows for name in ("task", "text"))
     training = "training loss of the task" if has_task_loss else "training loss"

@@ -1,4 +1,4 @@
-"""Tables and a picture of the metric over the values of each swept option."""
+"""Tables and a picture of the metric over the values of each swept option (one that has several values)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 
 
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
-    """Draws a panel for each swept option, a line for each side, with the spread over the seeds.
+    """Draws a panel for each swept option, with a line for each side and values of the other options.
 
-    Returns False, and draws nothing, without swept options or without matplotlib.
+    Bars show the spread over the seeds.
+    False, and nothing is drawn, without swept options or without matplotlib.
     """
     swept = recipe.swept()
 

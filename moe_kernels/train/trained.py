@@ -1,4 +1,4 @@
-"""Trained models on disk: model-SIDE-SEED.pt has tensors; its .json has recipe, options and data set properties."""
+"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json recipe, options and data set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moe_kernels.train.loop import Run
 class Trained:
     """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
-    recipe: the recipe with its options. data: a data set of the same kind, all zeros; its `classes` (images) or
-    `vocabulary` (text) name the columns of a prediction.
+    recipe: the recipe with its options. data: a data set of the same kind, with zeros for samples; its `classes`
+    (images) or `vocabulary` (text) names the columns of a prediction.
     """
 
     recipe: Recipe
@@ -38,7 +38,7 @@ class Trained:
     def predict(self, *inputs: torch.Tensor) -> Any:
         """Predictions for a batch; their form depends on the data set.
 
-        Images (B, C * H * W), as moe_kernels.data gives them -> scores (B, classes).
+        Images (B, C * H * W), as moe_kernels.data gives them -> logits or log probabilities (B, classes).
         Tokens (B, S) -> logits (B, S, vocabulary).
         Users (B,) and movies (B,) -> (logit of watching (B,), rating (B,)).
         Rows of a table (B, inputs) -> outputs (B, 1), scaled as in the data set.
@@ -49,7 +49,7 @@ class Trained:
 
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model of the chosen evaluation, best or last, and its options; returns the path of the tensors."""
+    """Writes the model of the evaluation to report, and its .json; returns the path of the state dict."""
     best = run.best if run.validates and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
@@ -69,8 +69,8 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
     """The model that `train --out` wrote to `path`, model-SIDE-SEED.pt, ready to predict.
 
     Raises:
-        ValueError: a missing or damaged file, other contents than tensors and plain containers, or tensors that do not
-            fit the model of the .json file.
+        ValueError: a missing or damaged file, other contents than torch.load with weights_only reads, or tensors that
+            do not fit the model of the .json file.
     """
     path = Path(path)
     json_path = path.with_suffix(".json")
@@ -84,7 +84,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
         with torch.random.fork_rng(devices=[]):
             task = recipe.build(Splits(data, splits.train, splits.test), saved["seed"], saved["steps"])
             if task.before_step is not None and saved["step"] > 0:
-                task.before_step(saved["step"] - 1)  # restores attributes such as choices per token
+                task.before_step(saved["step"] - 1)  # sets what depends on the step, such as a gate's k
         task.model.load_state_dict(state)
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]

@@ -1,8 +1,9 @@
-"""Compares every kernel that can run here with its definition: values, masks and gradients, also on hostile inputs.
+"""Compares every kernel that can run here with its definition (backend "reference"): outputs and gradients.
 
 Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
 and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
-same dtype, plus the operation's floor (in epsilons). These errors are relative to the largest magnitude of the output.
+same dtype, plus the operation's floor times epsilon (for float64 times 32 epsilon). These errors are relative to the
+largest finite magnitude of the output.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ OPERATIONS: dict[str, Operation] = {
 class Row:
     """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run".
 
-    error, allowed: of the output with the largest error / allowed. note: this output, or the reason of the verdict.
+    error, allowed: those of the output with the largest ratio error / allowed. note: the name of this output ("" if no
+    output has an error), the exception that a case raised, or the reason why no case ran.
     """
 
     operation: str
@@ -76,6 +78,7 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
     """Verifies operations `ops` on backends `names` (empty: all).
 
     One Row for each operation, backend and dtype; a single one for a backend that can run no dtype of an operation.
+    small: only small inputs, as for interpreters.
 
     Raises:
         ValueError: an unknown operation or backend.
@@ -87,7 +90,7 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
 
 
 def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
-    """The backends in `names` that ran nothing, each with its first reason; "" if all ran."""
+    """Text: those of `names` whose rows are all "not run", each with the note of its first row; "" for none."""
     by_backend = {name: [row for row in rows if row.backend == name] for name in names}
     reasons = {
         name: of[0].note for name, of in by_backend.items() if of and all(row.verdict == "not run" for row in of)
@@ -123,16 +126,16 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
-            # On CPU tensors, GPU kernels run on an interpreter or executor: about 1 ms for each program.
+            # On CPU tensors a GPU kernel runs in an interpreter, which takes about 1 ms for each block of threads.
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
 
 
 def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
-    """Runs every case of one operation, backend and dtype, and keeps the largest ratio of error to allowed error."""
+    """The Row of one operation, backend and dtype, from all cases; the first exception ends them."""
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
     try:  # around all cases: after a fault on a GPU every later call may raise
-        with threads(1):  # on small tensors waiting for torch's threads costs more than their work
+        with threads(1):  # on small tensors, several threads wait for each other longer than they compute
             for name, inputs in operation.cases(dtype, device, small):
                 count += 1
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
@@ -171,7 +174,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside the block torch fills new memory with NaN (integers: the largest) to show elements no kernel wrote."""
+    """Inside the block torch.empty fills memory with NaN (integers: the largest), to show elements no kernel wrote."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -195,13 +198,17 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
-            # The reference of float64 rounds as well: two orders of summing 1024 numbers differ by some 20 eps.
+            # In float64 the reference is also the truth, so its error counts as 0. But the reference rounds as well:
+            # sums of 1024 numbers in two orders differ by some 20 epsilons.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth| (over 1 if that is 0); NaN against a number is infinite."""
+    """Largest |got - truth| over the largest finite |truth|, or over 1 if that is 0 or missing.
+
+    Two NaNs and equal infinities are no error; NaN or an infinity against anything else is an infinite error.
+    """
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
     error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -211,7 +218,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """x; if its dtype is floating, its bits as integers."""
+    """The bits of x as integers if x is floating, else x."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
 

@@ -1,4 +1,4 @@
-"""Cases of dispatch, and the inputs that dispatch and combine share."""
+"""Cases of dispatch, and the plans and tensors that its cases share with those of combine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 
 def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Cases of a plan, tokens x, rows and weights."""
+    """Cases with a plan, tokens x (T, D), rows (R, D) and weights (T, K); D is 1, 17 or 64."""
     generator = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)

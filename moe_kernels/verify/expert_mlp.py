@@ -1,4 +1,4 @@
-"""The expert MLP, on the inputs of the grouped GEMM."""
+"""Cases of the expert MLP, from verify.grouped_gemm.expert_cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert norms, on the tokens and experts of the grouped GEMM's inputs."""
+"""Cases of expert norms, with the tokens and experts of verify.grouped_gemm.expert_cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAVES = ("x", "w_in", "w_out", "b_in", "b_out")
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Cases with few experts, as every expert computes all tokens; no swiglu_clamped, which expert_norms refuses."""
+    """Cases of at most 8 experts, as every expert computes all tokens. expert_norms refuses swiglu_clamped."""
     for name, given in expert_cases(dtype, device, small):
         if given["plan"].num_experts <= 8 and given["activation"] != CLAMPED:
             yield Case(name, {each: given[each] for each in (*LEAVES, "activation")} | {"grad": given["grad_norms"]})

@@ -1,4 +1,4 @@
-"""The routing plan on even, lopsided and empty routings."""
+"""Cases of make_plan, and the choices of experts that cases of other operations use too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
 def routings(small: bool) -> Iterator[tuple[str, Tensor, int, int | None]]:
-    """(name, experts (T, K), E, capacity): uniform, all to one expert, some choices of none (-1), no tokens."""
+    """(name, experts (T, K), E, capacity): random experts, one expert for all, some choices -1 (none), no tokens."""
     generator = torch.Generator().manual_seed(0)
     for tokens, k, num_experts in ((7, 2, 5),) if small else ((7, 2, 5), (100, 1, 1), (513, 8, 128), (40, 3, 1000)):
         uniform = torch.randint(0, num_experts, (tokens, k), generator=generator)

@@ -1,4 +1,4 @@
-"""How an operation is verified: its cases, its run and its tolerance; and inputs that several operations share."""
+"""Operation, which says how an operation is verified, and helpers for its cases and its run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """Inputs of one call of an operation, named after their special property."""
+    """Inputs of one call of an operation, and a name for reports."""
 
     name: str
     inputs: Inputs
@@ -25,10 +25,10 @@ class Case(NamedTuple):
 class Operation:
     """How one operation is verified.
 
-    cases(dtype, device, small): inputs. `small` ones are for interpreters and sanitizers: at most 7 tokens, for kwta
-        2 rows of at most 500 elements, for sinkhorn 3 matrices of at most 70 x 70.
+    cases(dtype, device, small): the cases. `small` ones are for interpreters and sanitizers: at most 7 tokens, for kwta
+        at most 2 rows of at most 500 elements, for sinkhorn 3 matrices of at most 70 x 70.
     run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
-    exact: names of the outputs that must equal the reference's bit for bit.
+    exact: names of the outputs that must equal those of the reference bit for bit.
     floor: other outputs may have twice the reference's error plus floor epsilons of their dtype (float64: 32 floor).
     """
 
@@ -41,10 +41,10 @@ class Operation:
 def differentiated(
     call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
 ) -> Outputs:
-    """Dict of the outputs of call(**inputs, **fixed), keyed by `names`, and of the gradients to the `leaves` present.
+    """Outputs of call(**inputs, **fixed), keyed by `names`, and the gradients to those `leaves` that are in `inputs`.
 
-    Inputs whose name begins with "grad" are not arguments: sorted by name, they are the gradients of those outputs
-    that require one.
+    Inputs with names that begin with "grad" are not arguments. Sorted by name, they are the gradients of the outputs
+    that require one, in the order of `names`.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}
@@ -59,7 +59,7 @@ def differentiated(
 
 
 def random_rows(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """(rows, n) of "normal", "ties", "constant", "sorted" or "special" (NaN, infinities, -0.0, denormals) values."""
+    """(rows, n). kind: "normal", "ties", "constant", "sorted", "special" (NaN, infinities, 0, denormals, limits)."""
     if kind == "constant":
         return torch.full((rows, n), 0.5, dtype=dtype)
     if kind == "ties":

@@ -1,4 +1,4 @@
-"""Plans from scores: expert choice and priority routing."""
+"""Cases of plans from scores: expert choice and priority routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinkhorn from tau = 1 down to 1e-7, with forbidden entries, with sums other than one and a tolerance."""
+"""Cases of Sinkhorn: tau from 1 down to 1e-7, forbidden entries, and sums other than one with a tolerance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    # Above n = 64 GPU kernels read the matrix again in every iteration.
+    # n = 80: above n = 64, GPU kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
         # No low temperatures in float64: with tau = 1e-7 rounding changes scores / tau by 1e-9, and with tau = 0.05
@@ -34,7 +34,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    # At low temperatures p is a matrix of zeros and ones, and its gradient consists of rounding errors times 1 / tau.
+    # At low temperatures p is nearly a matrix of zeros and ones, and gradients are mostly rounding errors over tau.
     leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
     return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
 

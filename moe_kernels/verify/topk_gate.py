@@ -1,4 +1,4 @@
-"""The top-k gate on logits with ties and forbidden experts."""
+"""Cases of the top-k gate: normal logits, ties, and forbidden experts (logit -inf)."""
 
 from __future__ import annotations
 

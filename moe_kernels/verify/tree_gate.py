@@ -1,4 +1,4 @@
-"""The tree gate and its route, at gammas for which none, some and all of the nodes are saturated."""
+"""Cases of tree_gate and tree_route, at gammas at which none, some and nearly all of the nodes are saturated."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     for name, inputs in _inputs(dtype, device, small):
-        # 16-bit dtypes have no case gamma = 3: each backend sums in its own order, then rounds pre-activations to
-        # 16 bits, so backends may choose different ones of two nearly equal leaves.
+        # 16-bit dtypes have no case gamma = 3: backends sum pre-activations in different orders and round the sums to
+        # 16 bits, so they may choose different ones of two nearly equal leaves.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 
