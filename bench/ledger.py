@@ -55,10 +55,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the operation's file in moe_kernels/ops, the kernels, the headers that they include and the modules of
-    moe_kernels/backends that they import. For C++ and CUDA also the Python that calls the kernels, since it has
-    thresholds and sizes; if it imports another operation's Python, also the kernels of that operation. Excludes
-    *_cuda.py for cpu and *_cpu.py for cuda.
+    These are the operation's file in moe_kernels/ops, the kernels' files, the headers that they include, and the
+    modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also include the Python
+    files that call the kernels and choose sizes; if these import another operation's file, also that operation's
+    kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -74,7 +74,8 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module, names in _INCLUDED.findall(path.read_text()):
             folder = root / f"moe_kernels/backends{module.replace('.', '/')}"
-            places = [folder.with_suffix(".py"), *(folder / f"{name}.py" for name in re.findall(r"\w+", names))]
+            stems = re.findall(r"\w+", names) + ["__init__"] * bool(module)  # backends/__init__.py changes no kernel
+            places = [folder.with_suffix(".py"), *(folder / f"{stem}.py" for stem in stems)]
             if header:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
@@ -175,11 +176,15 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 
 
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
-    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition."""
+    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
+
+    If other operations of the same file were executed too, the date is the oldest, and one stale result is enough for
+    the state "stale". An operation that was not executed itself was "never run on a GPU".
+    """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
-    if backend not in known.get(ALIASES.get(op, op), {}):  # results of other operations of the same file do not count
+    if backend not in known.get(ALIASES.get(op, op), {}):
         return "never run on a GPU"
     date = min(known[name][backend]["date"] for name in same)
     if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):

@@ -266,6 +266,7 @@ def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, mon
 def test_sources_are_found_in_every_folder():
     found = {path.relative_to(ledger.ROOT).as_posix() for path in ledger.sources("tree_gate", "triton")}
     kernels = "moe_kernels/backends/triton/tree_gate.py"
-    assert found == {"moe_kernels/ops/tree_gate.py", kernels, "moe_kernels/backends/native/tree_gate.py"}
+    packages = {"moe_kernels/backends/triton/__init__.py"}
+    assert found == packages | {"moe_kernels/ops/tree_gate.py", kernels, "moe_kernels/backends/native/tree_gate.py"}
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
     assert ledger.ROOT / "moe_kernels/backends/triton/_rows.py" in ledger.sources("kwta", "triton")
