@@ -238,13 +238,8 @@ def report_command(
     results: Annotated[list[Path] | None, typer.Argument(help="Results. Default: those of bench/results.")] = None,
     out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
     readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 with a diff if README.md is out of date.")] = False,
 ) -> None:
-    """Writes report.md and report.html from results and prints the ledger, or updates or checks the README's copy."""
-    if check:
-        difference = report.readme_diff()
-        print(difference or "README.md is up to date")
-        raise typer.Exit(1 if difference else 0)
+    """Writes report.md and report.html from results and prints the ledger, or updates the README's copy."""
     if readme:
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,11 +156,3 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
             raise ValueError(f"README has no section between <!-- {name}:begin --> and <!-- {name}:end -->")
         text = f"{text[: match.start()]}{match[1]}{section(results, root)}\n{match[2]}{text[match.end() :]}"
     return text
-
-
-def readme_diff(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
-    """The diff that updates the README; empty if it is up to date."""
-    text = readme.read_text()
-    wanted = rendered(text, ledger.read() if results is None else results, root)
-    lines = (text.splitlines(keepends=True), wanted.splitlines(keepends=True))
-    return "".join(difflib.unified_diff(*lines, fromfile="README.md", tofile="README.md, generated"))
