@@ -6,23 +6,21 @@ exchange` starts one process for each rank. Calls of the contenders alternate, s
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
+import pickle
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -243,18 +241,20 @@ def _from_rank_0(value: bool) -> bool:
 
 def run(ranks: int, size: Size, seconds: float) -> list[Line]:
     """Starts a process with one thread for each rank, and returns the lines of rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "lines.json"
-        command = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        started = [
-            subprocess.Popen([*command, str(rank)], env=environment, cwd=Path(__file__).parents[1])
-            for rank in range(ranks)
-        ]
-        status = [each.wait() for each in started]
-        if any(status):
-            raise RuntimeError(f"bench exchange: ranks ended with status {status}")
-        return [Line(**each) for each in json.loads(out.read_text())]
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables):
+        multiprocessing.spawn(_run_rank, (ranks, size, seconds, Path(folder)), nprocs=ranks)
+        lines: list[Line] = pickle.loads((Path(folder) / "lines").read_bytes())
+        return lines
+
+
+def _run_rank(rank: int, ranks: int, size: Size, seconds: float, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    lines = measure(size, seconds)
+    if rank == 0:
+        (folder / "lines").write_bytes(pickle.dumps(lines))
+    dist.destroy_process_group()
 
 
 def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
@@ -271,21 +271,3 @@ def predictions(size: Size, machines: list[Machine], skew: float, width: int) ->
             shown = (f"{found[0]:.2f}", f"{found[1]:.2f}", f"{found[2]:.0f} %", f"{found[3]:.1f}")
             rows.append((f"{machine.ranks}", name, f"{cost.imbalance:.2f}", *shown))
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of `python -m bench exchange`.")
-    for name, kind in (("folder", Path), ("ranks", int), ("seconds", float), ("size", json.loads), ("rank", int)):
-        parser.add_argument(name, type=kind)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(args.folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks)
-    lines = measure(Size(**args.size), args.seconds)
-    if args.rank == 0:
-        (args.folder / "lines.json").write_text(json.dumps([asdict(line) for line in lines]))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
