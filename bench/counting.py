@@ -79,7 +79,7 @@ def cases() -> list[Case]:
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
-    forward = ("forward",)
+    forward, tree_gate = ("forward",), partial(Case, "tree_gate", known["tree_gate"], units=("T",), torch_products=True)
 
     def sinkhorn(batch: int, n: int, iterations: int, counted: int) -> tuple[Shape, Shape, tuple[str, ...]]:
         return {"B": batch, "n": n, "R": iterations, "tau": 1.0}, {"B": counted}, ("B",)
@@ -107,21 +107,12 @@ def cases() -> list[Case]:
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1)),
         Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16), own_bytes=True),
         Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
-        Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both, torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both, torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 1024}, {"T": 16}, ("T",), torch_products=True),
-        Case(
-            "tree_gate",
-            known["tree_gate"],
-            {**tree, "E": 1000},
-            {"T": 16},
-            ("T",),
-            both,
-            torch_products=True,
-            backends=("cuda",),
-        ),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 5}, {"T": 128}, ("T",), both, forward, torch_products=True),
+        tree_gate(shape=tree, small={"T": 128}, dtypes=both),
+        tree_gate(shape={**tree, "K": 4}, small={"T": 128}),
+        tree_gate(shape={**tree, "E": 48}, small={"T": 128}, dtypes=both),
+        tree_gate(shape={**tree, "E": 1024}, small={"T": 16}),
+        tree_gate(shape={**tree, "E": 1000}, small={"T": 16}, dtypes=both, backends=("cuda",)),
+        tree_gate(shape={**tree, "E": 5}, small={"T": 128}, dtypes=both, directions=forward),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from bench import ledger, plot, predict
+from bench.compare import KEY
 from bench.report import FIGURE_HEADER, figure_cells, operations
 from bench.tables import markdown
 
@@ -99,13 +100,12 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
         # Rows: the figures that have the key of the last column. Not every device reports the other keys.
-        found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
+        found = [[_cell(each.get(key, "")) for key in (*KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
-            parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]
+            parts += [f"### {title}", markdown((*KEY, *columns.values()), found)]
     return parts
 
 
-_KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
 _GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
 _MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}

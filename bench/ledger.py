@@ -105,32 +105,26 @@ def write(result: Result, folder: Path) -> Path:
 
 def compact(result: Result) -> str:
     """A result as JSON, with one line for each fact, entry and figure, and four digits of each float."""
-    facts = [f" {json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in result.items() if key != "entries"]
-    return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, result["entries"]))]) + "\n}\n"
+    rounded = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    entries = rounded.pop("entries")
+    facts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]
+    return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, entries))]) + "\n}\n"
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
     """An entry on one line and each of its figures on one line. A figure does not repeat values of its entry."""
-    facts = json.dumps({key: _rounded(value) for key, value in entry.items() if key not in FIGURES})
+    facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
 
 
 def _figure_line(figure: dict[str, Any]) -> str:
-    return json.dumps({key: _rounded(value) for key, value in figure.items() if key not in SHARED})
+    return json.dumps({key: value for key, value in figure.items() if key not in SHARED})
 
 
 def _lines(lines: Iterable[str]) -> str:
     found = list(lines)
     return "[\n" + ",\n".join(found) + "\n]" if found else "[]"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read(folder: Path = RESULTS) -> list[Result]:

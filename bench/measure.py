@@ -108,7 +108,10 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
         shapes = _shapes(op, request.shapes, device, request.routings)
-        if request.first and name == min(set(request.dtypes) & {dtype_name(each) for each in entry.dtypes}, key=_width):
+        narrowest = min(
+            (each for each in entry.dtypes if dtype_name(each) in request.dtypes), key=lambda each: each.itemsize
+        )
+        if request.first and dtype == narrowest:
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
@@ -126,10 +129,6 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
                 left_out.append(f"{op}: has no shapes called scaling")
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
     return jobs, list(dict.fromkeys(left_out))
-
-
-def _width(name: str) -> int:
-    return getattr(torch, name).itemsize
 
 
 def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[Shape]:
@@ -303,29 +302,26 @@ def _peers(
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
-        if job.direction not in by_direction:
-            continue
-        # The tests compare PyTorch's compositions; a kernel of another package may run here for the first time.
-        missing |= _wrong(name, by_direction[job.direction], None if name in entry.peers else kernel, inputs)
-        if name not in missing:
-            chosen[name] = by_direction[job.direction]
+        if job.direction in by_direction:
+            # The tests compare PyTorch's compositions; a kernel of another package may run here for the first time.
+            wrong = _wrong(by_direction[job.direction], None if name in entry.peers else kernel, inputs)
+            if wrong:
+                missing[name] = wrong
+            else:
+                chosen[name] = by_direction[job.direction]
     for name, reason in missing.items():
         found.left_out.append(f"peer {name} of {job.op}: {reason}")
     return chosen
 
 
-def _wrong(
-    name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs
-) -> dict[str, str]:
-    """{name: reason} if a peer fails or its result differs from the kernel's by more than TOLERANCE."""
+def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs) -> str:
+    """The reason why a peer is not compared: it raises or, if `kernel` is given, differs from it by over TOLERANCE."""
     try:
         got = peer(inputs)
     except Exception as raised:
-        return {name: f"fails: {error_text(raised)}"}
-    if kernel is None:
-        return {}
-    off = _difference(kernel(inputs), got)
-    return {} if off <= TOLERANCE else {name: f"gives another result, off by {off:.2g} of its norm"}
+        return f"fails: {error_text(raised)}"
+    off = _difference(kernel(inputs), got) if kernel else 0.0
+    return "" if off <= TOLERANCE else f"gives another result, off by {off:.2g} of its norm"
 
 
 def _difference(found: object, expected: object) -> float:
@@ -411,5 +407,5 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
 
 
 def _of(row: Row, figures: list[Figure]) -> list[Figure]:
-    key = {"op": row.operation, "backend": row.backend, "dtype": row.dtype}
-    return [each for each in figures if all(each[name] == value for name, value in key.items())]
+    key = (row.operation, row.backend, row.dtype)
+    return [each for each in figures if (each["op"], each["backend"], each["dtype"]) == key]

@@ -41,7 +41,13 @@ class Peer:
         return "" if importlib.util.find_spec(self.module) else f"{self.module} is not installed"
 
 
-PACKAGES: dict[str, list[Peer]] = {}
+PACKAGES: dict[str, list[Peer]] = {
+    "sinkhorn": [Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")],
+    "expert_mlp": [
+        Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan"),
+        Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU"),
+    ],
+}
 
 
 def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[[Inputs], object]], object]:
@@ -109,12 +115,3 @@ def _megablocks_scatter(inputs: Inputs) -> object:
     weights, offsets = inputs["leaf_weights"].flatten(), inputs["plan"].expert_offsets[1:]
     slots, experts = inputs["row_slot"], inputs["row_expert"]
     return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
-
-
-NOT_COMPARABLE = (
-    ("sinkhorn", Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")),
-    ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan")),
-    ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU")),
-)
-for _op, _peer in NOT_COMPARABLE:
-    PACKAGES.setdefault(_op, []).append(_peer)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import counting, ledger
-from bench.tables import markdown
+from bench.tables import markdown, microseconds
 
 INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX, without and with matrix instructions
 WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
@@ -147,13 +147,13 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
         ratio = "" if each.measured_over_predicted is None else f"{each.measured_over_predicted:.2f}"
         for one in each.launches:
             per_element = 32 * one.instructions / count["grows"] / count["elements"]
-            times = (*(_us(us) for us in one.us), _us(one.least), one.bound)
+            times = (*(microseconds(us) for us in one.us), microseconds(one.least), one.bound)
             alone = ratio if len(each.launches) == 1 else ""
             found.append((*key, one.kernel, f"{per_element:.1f}", f"{one.factor}", *times, alone))
         if len(each.launches) > 1:
-            sums = [_us(sum(one.us[i] for one in each.launches)) for i in range(3)]
+            sums = [microseconds(sum(one.us[i] for one in each.launches)) for i in range(3)]
             per_element = each.instructions_per_element
-            found.append((*key, "all", f"{per_element:.1f}", "", *sums, _us(each.us), each.bound, ratio))
+            found.append((*key, "all", f"{per_element:.1f}", "", *sums, microseconds(each.us), each.bound, ratio))
     return found
 
 
@@ -171,7 +171,7 @@ def short(predictions: Iterable[Prediction]) -> str:
     cells: dict[tuple[str, ...], dict[str, str]] = {}  # a row for each dtype and shape, should the backends' differ
     for (op, backend), each in found.items():
         row = cells.setdefault((f"`{op}`", each.count["dtype"], each.count["shape"]), {})
-        row[backend] = f"{_us(each.us)} {each.bound}"
+        row[backend] = f"{microseconds(each.us)} {each.bound}"
     lines = [(*key, row.get("triton", "-"), row.get("cuda", "-")) for key, row in cells.items()]
     return markdown(SHORT, lines) if lines else ""
 
@@ -198,7 +198,3 @@ stalls, the cost of a launch, products of torch's own library."""
 def figures(gpu: Gpu) -> str:
     peaks = ", ".join(f"{name} {value:g} TFLOP/s" for name, value in gpu.tflops.items())
     return f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.ghz:g} GHz, {gpu.gb_per_s:g} GB/s, {peaks}"
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ledger, predict
-from bench.tables import markdown
+from bench.tables import markdown, microseconds
 from moe_kernels.backends import NAMES
 
 README = ledger.ROOT / "README.md"
@@ -122,7 +122,9 @@ FIGURE_HEADER = (
 def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]:
     """A figure as text for a table, in the order of FIGURE_HEADER."""
     busy = " !" if _unsteady(figure) else ""
-    spread = f"{_us(figure['us'])} ({_us(figure['low_us'])} to {_us(figure['high_us'])}){busy}"
+    spread = (
+        f"{microseconds(figure['us'])} ({microseconds(figure['low_us'])} to {microseconds(figure['high_us'])}){busy}"
+    )
     peers = ", ".join(f"{name} x{ratio:.3g}" for name, ratio in figure["peers"].items())
     return (
         figure["op"] + " (stale)" * stale,
@@ -137,10 +139,6 @@ def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]
 
 def _unsteady(figure: dict[str, Any]) -> bool:
     return figure["high_us"] > UNSTEADY * figure["low_us"]
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
