@@ -1,7 +1,6 @@
-"""Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX at small shapes.
+"""Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX on small shapes.
 
-Counts are then scaled to the full shape: instructions and FLOPs in proportion to the units of a case, such as its rows;
-bytes in proportion to the least bytes that bench.registry gives for the two shapes (exceptions: see Case).
+bench/predict.py scales the counts to a full shape, by the factors of `Case`.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class NoExecutor(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at the shape of its prediction.
+    """An operation at the full shape of its prediction, and at the smaller shape that is executed and counted.
 
-    small: sizes that are smaller in the counted shape.
-    units: names of sizes. From the counted to the full shape counts grow by `scale`, the product of the ratios of these
-        sizes, and bytes by `bytes_scale`, the ratio of the least bytes.
-    own_bytes: bytes grow by `scale` too, since the registry has no least bytes for this case.
-    torch_products: torch may compute the matrix products. A launch without matrix instructions then reads their results
-        but no weights, which are part of the least bytes; so the bytes of such launches grow by `scale` too.
+    small: the sizes of the counted shape that differ from the full one.
+    units: names of sizes. Instructions and FLOPs grow by `scale`, the product of the ratios of these sizes. Bytes grow
+        by `bytes_scale`, the ratio of the operation's least bytes.
+    own_bytes: bytes grow by `scale` too, since the least bytes of `entry` do not describe this case.
+    torch_products: torch may compute the matrix products in kernels that are not counted. A launch without matrix
+        instructions then reads no weights, so its bytes grow by `scale` too.
     """
 
     operation: str
@@ -73,7 +72,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel: a shape of the bench's set "aims", and shapes that run other code."""
+    """At least one case for every GPU kernel."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
@@ -118,7 +117,7 @@ def cases() -> list[Case]:
 
 
 def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
-    """A variant of a registered entry, for this module alone. It calls forward(inputs, backend=...)."""
+    """A copy of a registry entry with other inputs, which calls forward(inputs, backend=...)."""
     return replace(
         base,
         inputs=inputs,
@@ -175,9 +174,9 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Inside the block, Triton and CUDA kernels run on CPU tensors: an executor interprets their PTX.
+    """Inside the block, Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX.
 
-    Yields tests/ptx's module `session`.
+    Yields the module `session` of tests/ptx.
 
     Raises:
         NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.
@@ -202,7 +201,7 @@ def executor() -> Iterator[Any]:
 
 
 def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
-    """Counts of one call on the executor, launch by launch."""
+    """Executes one call and returns the counts of each of its launches."""
     torch.manual_seed(0)
     inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
     with session.recorded() as results:
@@ -240,7 +239,7 @@ def _launch(result: Any) -> dict[str, Any]:
 
 
 def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
-    """Counts of every case on all backends, dtypes and directions that its kernels support."""
+    """Counts of every case, backend, dtype and direction that the kernels support."""
     from moe_kernels import backends as choice
 
     with executor() as session:
@@ -256,7 +255,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """operation -> backend -> date and digest of the sources, if `moe_kernels.verify` is "ok" in every dtype run."""
+    """operation -> backend -> date and digest of the sources, if `verify` is "ok" in all dtypes that ran."""
     from moe_kernels import verify
 
     with executor():

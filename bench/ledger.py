@@ -1,6 +1,7 @@
-"""Reads and writes bench/results: verdicts and figures of each machine, with a hash of the sources that ran.
+"""Reads and writes bench/results, and derives the ledger: the state of every operation on every backend.
 
-The ledger is the table of the state of every operation and backend, which follows from these results.
+A result is the JSON of one machine. It has an entry for each operation, backend and dtype: the verdict of the
+verification, the measured figures, and a hash of the sources that ran.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Result = dict[str, Any]
 
 FIGURES = ("figures", "curves")  # the lists of figures in an entry
 
-# Keys of a figure that its entry has too, under the name given here. They are stored once, in the entry.
+# Keys of a figure, and the keys of its entry that have the same values. Files have them in the entry alone.
 SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}
 
-# Files of a backend's kernels: if none matches, the backend does not implement the operation.
+# Patterns of the files with a backend's kernels. If no file matches, the backend does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
     "cpu": "csrc/cpu/{op}*.cpp",
@@ -34,8 +35,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
-# new operation changes it, but not the kernels.
+# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new
+# operation changes it but no other kernel.
 _INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
 
 
@@ -44,7 +45,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files: named after the operation, or after another operation whose file contains it."""
+    """The kernels' files, named after the operation or after the operation whose file has its kernels."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -104,7 +105,7 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def compact(result: Result) -> str:
-    """A result as JSON, with one line for each fact, entry and figure, and four digits of each float."""
+    """A result as JSON with four digits of each float; every figure has a line of its own."""
     rounded = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     entries = rounded.pop("entries")
     facts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]
@@ -112,7 +113,7 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry on one line and each of its figures on one line. A figure does not repeat values of its entry."""
+    """An entry as JSON: a line without its figures, then a line for each figure, without the values of SHARED."""
     facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
@@ -133,7 +134,7 @@ def read(folder: Path = RESULTS) -> list[Result]:
 
 
 def load(path: Path) -> Result:
-    """The result of a file that `write` wrote, with complete figures."""
+    """The result in a file that `write` wrote; figures have the values of SHARED again."""
     result: Result = json.loads(path.read_text())
     for entry in result["entries"]:
         shared = {key: entry[name] for key, name in SHARED.items()}
@@ -147,12 +148,12 @@ def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
 
 
 def stale(result: Result, root: Path = ROOT) -> list[str]:
-    """Operations and backends of a result whose sources changed since."""
+    """ "kwta cuda": the operations and backends of a result whose sources have changed since."""
     return sorted({f"{each['operation']} {each['backend']}" for each in result["entries"] if is_stale(each, root)})
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """The state of one operation and backend in the ledger. The newest result that contains them counts."""
+    """The state of one operation and backend, from the newest result that has them."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":

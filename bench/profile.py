@@ -1,6 +1,6 @@
 """Profiles one operation with torch.profiler: a trace, and the time of each kernel compared with the floor.
 
-The floor is the least time that this machine's measured speeds of a copy and of a matrix product allow for the call.
+The floor is the least time of the call at this machine's measured speeds of a copy and of a matrix product.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CALLS = 10
 
 
 class Line(NamedTuple):
-    """One kernel: launches and microseconds a call, its share of all kernels' time, its time divided by the floor.
+    """One kernel: launches and microseconds a call, share of all kernels' time, and microseconds over the floor.
 
-    On a CPU the profiler's wall clock includes the load of the machine, so the microseconds are this kernel's share of
-    the call's measured time. launches: on a GPU only.
+    On a CPU the profiler's wall clock includes the load of the machine. There `us` is the kernel's share of the time
+    that the bench measured, and `launches` is None.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """us: the call's time as the bench measures it. floor_us: the floor of the call."""
+    """us: microseconds of the call, as the bench measures them. trace: path of the trace."""
 
     lines: list[Line]
     us: float
@@ -52,10 +52,7 @@ def name_of(job: measure.Job) -> str:
 
 
 def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
-    """Measures the job, traces CALLS of its calls, and writes the trace for chrome://tracing or Perfetto.
-
-    File: <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json.
-    """
+    """Measures the job, traces CALLS calls, and writes the trace, which chrome://tracing and Perfetto show."""
     limits = measure.ceilings([job])
     (found,) = measure.run([job], limits, seconds, ())
     if not found.figures:
@@ -88,11 +85,11 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches a call and microseconds a call (without its children) of every event that takes time itself."""
+    """Name, number a call and own microseconds a call of every event that takes time without its children."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
-            continue  # its time is the time of its kernels, which are separate events
+            continue  # the time of an operator is that of its kernels, which are events too
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us > 0:
             found.append((event.key, event.count / CALLS, us / CALLS))
@@ -105,12 +102,15 @@ def _call(job: measure.Job) -> Callable[[], object]:
 
 
 def nsight_compute(job: measure.Job, arguments: list[str], folder: Path) -> str:
-    """The report that Nsight Compute wrote, or why it did not run. arguments: options of the command that profiles."""
+    """The path of Nsight Compute's report, or why there is none.
+
+    arguments: the options of `bench profile` with which Nsight Compute starts it again.
+    """
     program = shutil.which("ncu")
     if job.device != "cuda" or program is None:
         return "not run: " + ("no GPU" if job.device != "cuda" else "ncu is not installed")
     out = folder / f"{name_of(job)}.ncu-rep"
-    # Profiling starts off: else --launch-count would also count launches that prepare inputs and measure ceilings.
+    # Off at the start: --launch-count would also count launches that prepare inputs and measure ceilings.
     options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
     profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
     command = [program, *options, "--export", str(out), *profile_again]
@@ -121,9 +121,9 @@ def nsight_compute(job: measure.Job, arguments: list[str], folder: Path) -> str:
 def job_of(
     op: str, backend: str | None, dtype: str, direction: str, shapes: str, index: int, count: int
 ) -> tuple[measure.Job | None, str]:
-    """The job to profile, or the reason why there is none.
+    """The job to profile, on `backend` or the first one that runs, or the reason why there is none.
 
-    index: index of the shape in the set `shapes`. count: CPU threads.
+    index: of the shape in the set `shapes`. count: number of CPU threads.
     """
     places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
     for name, (device, _) in places.items():

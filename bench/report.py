@@ -1,4 +1,4 @@
-"""Results as Markdown tables: the generated sections of the README."""
+"""Results as Markdown tables, for the README, the documentation and the report."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
-    A cell is the range over the shapes of the speed relative to the fastest PyTorch composition (a peer with a name
-    that begins with "torch"); on a GPU also the range of the percentage of the ceiling. On a CPU only the first setting
-    measured is shown: by default one thread.
+    A cell has the range of `against_torch` over the shapes and, on a GPU, of the percentage of the ceiling. On a CPU
+    only the first number of threads is shown, by default one.
     """
     parts = []
     for result in results:
@@ -64,7 +63,10 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """The range over the shapes of the speed relative to the fastest PyTorch composition; empty if there is none."""
+    """How many times as fast as the fastest peer made of PyTorch's operations, as a range; empty without such a peer.
+
+    The names of these peers begin with "torch".
+    """
     torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""
@@ -76,7 +78,7 @@ def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def table(rows: list[Sequence[str]], gpu: bool) -> str:
-    """Rows of `summary` as a Markdown table."""
+    """The rows that `summary` returns as a Markdown table."""
     gpu_columns = GPU_COLUMNS.values() if gpu else ()
     columns = "operation", "backend", "dtype", "direction", "shapes"
     return markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows)
@@ -85,7 +87,7 @@ def table(rows: list[Sequence[str]], gpu: bool) -> str:
 def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
     """A row for every direction of an entry, in its first setting, with ranges over the shapes.
 
-    Backward has no row if training, which contains it, was measured.
+    Backward has no row if training was measured, which contains it.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
@@ -95,7 +97,7 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        ratios: dict[str, list[float]] = {}  # a peer that is wrong on one shape has no ratio there
+        ratios: dict[str, list[float]] = {}  # of the shapes on which the peer was right
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
         peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; "|" in a cell becomes "/"."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 

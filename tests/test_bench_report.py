@@ -241,7 +241,7 @@ def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, mon
     result["entries"].append(entry | {"dtype": "bfloat16", "verdict": "FAILED", "note": "worst: y", "figures": []})
     result["not_measured"] = ["kwta R=1 float32 forward, 1 thread: out of time", "peer pot of kwta: not installed"]
     assert summary.rows(result) == [("kwta", "cpu", "FAILED: bfloat16", "21", "0.5", "9 to 87")]
-    assert summary.missing(result) == ["2 of 3 figures measured; the others had no time left"]
+    assert summary.missing(result) == ["2 figures measured; jobs for which no time was left: 1"]
     rows = [Row("kwta", "cpu", "float32", "cpu", 3, 0.0, 0.0, "ok", "")]
     rows.append(replace(rows[0], dtype="bfloat16", verdict="FAILED", note="worst: y"))
     rows += [replace(rows[0], backend=name, verdict="not run", note="no GPU") for name in ("triton", "cuda")]
