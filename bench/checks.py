@@ -1,6 +1,7 @@
 """Checks of `python -m bench verify` and `gpu`: repeated results, host waits, compute-sanitizer and the test suite.
 
-The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values on a GPU.
+The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values, each kernel in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 # Every tensor gets an allocation of its own: memcheck sees no overrun within a block of torch's caching allocator.
 SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# The reference launches torch's kernels (namespace at::native); checking them would take long.
+# The kernels are compared with PyTorch, whose own kernels (namespace at::native) need no check.
 WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
 # If compute-sanitizer fails on this program, it cannot run here.
 PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"

@@ -120,7 +120,7 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
-            left_out.append(f"{op}: has no shapes called {request.shapes} with that routing")
+            left_out.append(f"{op}: has no shapes called {request.shapes} with the requested routing")
         jobs += [
             job(shape=shape, direction=direction, threads=count)
             for count in threads
@@ -250,7 +250,10 @@ def _failed(job: Job, why: str, found: Found | None = None) -> Found:
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name; and by kernel its memory and, on a GPU, launch time and sensors."""
+    """Samples of kernels, peers and memcpy by name, and further values by kernel.
+
+    These are the peak memory of a training step and, on a GPU, the time of a launch and the readings of sensors.
+    """
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:

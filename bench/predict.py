@@ -165,7 +165,7 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """The README's table: the first forward call of every operation, in bfloat16 if counted, that is not stale."""
+    """The README's table: of every operation the first forward call that is not stale, in bfloat16 if there is one."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]

@@ -63,7 +63,7 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """How many times as fast as the fastest peer made of PyTorch's operations, as a range; empty without such a peer.
+    """The range of the ratios to the fastest peer made of PyTorch's operations; empty if there is no such peer.
 
     The names of these peers begin with "torch".
     """

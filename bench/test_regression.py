@@ -19,7 +19,7 @@ from moe_kernels.info import placement
 from moe_kernels.verify import KERNELS, threads
 
 ROUNDS = 30
-SLOWER = 1.2  # largest median of the ratios; above 1, since on a CPU both may use torch's matrix products
+SLOWER = 1.2  # limit of the median ratio; above 1, as noise decides if both use torch's matrix products
 
 _elapsed = [0.0]
 

@@ -1,7 +1,7 @@
 """Runs calls in another process, since a faulty kernel may make the GPU unusable for its process.
 
-After an illegal memory access or in an endless kernel, later GPU calls of the process fail or hang. The process is then
-killed, and the next call starts a new one.
+After an illegal memory access later GPU calls of the process fail; after a kernel that does not end they hang. The
+process is then killed, and the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
         try:
             pipe.send((function, args))
             if not pipe.poll(None if seconds == math.inf else max(seconds, 0)):
-                raise WorkerLost(f"did not end within {seconds:.0f} s")
+                raise WorkerLost(f"did not end within {seconds:.3g} s")
             result, raised, gpu_error = pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(1)
