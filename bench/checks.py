@@ -1,7 +1,7 @@
 """Checks of `python -m bench verify` and `gpu`: repeated results, host waits, compute-sanitizer and the test suite.
 
-The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values, each kernel in
-a process of its own.
+The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values, with a
+process for each kernel and dtype.
 """
 
 from __future__ import annotations
