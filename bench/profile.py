@@ -115,7 +115,7 @@ def nsight_compute(job: measure.Job, arguments: list[str], folder: Path) -> str:
     profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
     command = [program, *options, "--export", str(out), *profile_again]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
-    return str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
+    return str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:] or 'no output'}"
 
 
 def job_of(
