@@ -171,10 +171,7 @@ def profile_command(
     tools: Annotated[bool, typer.Option(help="Nsight Compute too, on a GPU with ncu installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one operation, and prints each kernel's share of the time, and its time over the floor.
-
-    The floor is the least time of the call at this machine's measured speeds of a copy and of a matrix product.
-    """
+    """Traces one operation; prints each kernel's share, and its time over the least time that the machine allows."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -381,9 +378,11 @@ def _measure_and_check(
 def exchange_command(
     ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of processes.")] = [1, 2, 4],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: only predict.")] = 10.0,
-    size: Annotated[str, typer.Option(help="Tokens of all ranks, D, H, E, K to measure.")] = ("2048,256,512,16,2"),
+    size: Annotated[
+        str, typer.Option(help="To measure: tokens of all ranks, model and hidden width, experts, choices.")
+    ] = ("2048,256,512,16,2"),
     predict: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks to predict.")] = [8, 64, 256],  # noqa: B006
-    model: Annotated[str, typer.Option(help="Tokens of a rank, D, H, E, K to predict.")] = "8192,2048,768,256,8",
+    model: Annotated[str, typer.Option(help="To predict: tokens of a rank, and the same.")] = "8192,2048,768,256,8",
     skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
     inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
@@ -391,10 +390,7 @@ def exchange_command(
     latency: Annotated[float, typer.Option(help="Microseconds of an all-to-all.")] = 20.0,
     tflops: Annotated[float, typer.Option(help="TFLOP/s of the experts' products on a rank.")] = 400.0,
 ) -> None:
-    """Measures a layer of experts across processes of this machine, and predicts its time for other machines.
-
-    D and H are the widths of model and hidden layer, E the number of experts, K that of choices for each token.
-    """
+    """Measures a layer of experts across processes of this machine, and predicts its time for other machines."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
     measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))

@@ -55,10 +55,7 @@ LOG_CHARACTERS = 200_000  # of a command's output only the last ones are logged
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Results of `repeatable` and, on a GPU, `no_host_sync` for a verified row.
-
-    Empty if the row is not "ok" or the bench has no entry for the operation.
-    """
+    """Results of `repeatable` and, on a GPU, `no_host_sync`; empty if the row is not "ok" or has no entry here."""
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})

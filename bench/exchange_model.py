@@ -95,9 +95,6 @@ def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: in
     """The cost of a layer of experts with weights (D, 2 H) and (H, D) and `tokens` tokens on each rank.
 
     share (E,): each expert's share of the rows. width: bytes of an element.
-
-    Raises:
-        ValueError: the number of ranks does not divide that of experts.
     """
     n, experts = machine.ranks, share.numel()
     if experts % n:

@@ -113,7 +113,7 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry as JSON: a line without its figures, then a line for each figure, without the values of SHARED."""
+    """An entry as JSON, with a line for each figure, without the values of SHARED."""
     facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
@@ -173,8 +173,8 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
     """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
 
-    If other operations of the same file were executed too, the date is the oldest, and one stale result is enough for
-    the state "stale". An operation that was not executed itself was "never run on a GPU".
+    With other operations of its file the oldest date counts, and one stale result is enough. But an operation that was
+    not executed itself has the state "never run on a GPU".
     """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -51,10 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """Calls that are timed in turns: an operation on a shape, by each of `backends` and by the peers.
-
-    curve: the job gives a point of a scaling curve.
-    """
+    """Calls that are timed in turns: an operation on a shape, by each of `backends` and by the peers."""
 
     op: str
     shape: Shape
@@ -63,7 +60,7 @@ class Job:
     device: str
     threads: int
     backends: tuple[str, ...]
-    curve: bool = False
+    curve: bool = False  # the figures are points of a scaling curve
 
     def __str__(self) -> str:
         where = setting(self.device, self.threads)
@@ -165,10 +162,7 @@ def ceilings(jobs: list[Job]) -> Ceilings:
 
 
 def round_robin(jobs: list[Job]) -> list[Job]:
-    """The jobs in turns, so that a run that ends early has figures of many operations.
-
-    One job of each operation and dtype, narrow dtypes first, then the next job of each; jobs of curves come last.
-    """
+    """Takes the operations and dtypes in turns, narrow dtypes first and curves last, in case the time runs out."""
     groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
         groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
@@ -250,10 +244,7 @@ def _failed(job: Job, why: str, found: Found | None = None) -> Found:
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name, and further values by kernel.
-
-    These are the peak memory of a training step and, on a GPU, the time of a launch and the readings of sensors.
-    """
+    """Samples of kernels, peers and memcpy by name, and by kernel the other values of its figure (memory, sensors)."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:

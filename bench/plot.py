@@ -129,10 +129,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time against the size that varies, of backends, of peers and of the floor (the least time at the ceilings).
-
-    Peers and floor are from the figures of the last backend.
-    """
+    """Time of backends, peers and floor (the least time at the ceilings) against the size that varies."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -149,6 +146,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
             line = [each for each in selected if each["backend"] == backend]
             sizes = [each["sizes"][name] for each in line]
             axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
+        # Peers and floor are from the figures of the last backend.
         for peer in dict.fromkeys(name for each in line for name in each["peers"]):
             axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
         floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]

@@ -71,15 +71,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one call.
+    """The prediction for one call. measured_over_predicted: None if no result of that GPU has the call."""
 
-    count: from counting.count. stale: the sources have changed since they were counted.
-    measured_over_predicted: ratio of times; None if no result of that GPU has the call.
-    """
-
-    count: dict[str, Any]
+    count: dict[str, Any]  # from counting.count
     launches: tuple[Launch, ...]
-    stale: bool
+    stale: bool  # the sources have changed since the count
     measured_over_predicted: float | None = None
 
     @property

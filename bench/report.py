@@ -63,10 +63,7 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """The range of the ratios to the fastest peer made of PyTorch's operations; empty if there is no such peer.
-
-    The names of these peers begin with "torch".
-    """
+    """How many times as fast as the fastest peer whose name begins with "torch", as a range; empty without one."""
     torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""

@@ -94,11 +94,7 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 
 def _bytes(forward: Any, backward: Any) -> Any:
-    """The least_bytes of an entry.
-
-    forward, backward: functions of T, D, E and K. Each returns how many elements and how many 4-byte indices the pass
-        reads and writes.
-    """
+    """least_bytes of an entry; both functions take T, D, E, K and return numbers of elements and of 4-byte indices."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -109,11 +105,7 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs with D = 1, for gates and plans, which read no rows.
-
-    With rows, inputs of Qwen3-30B would take 5 GB: timing.sets_for would allow 3 sets, instead of 38 for make_plan on
-    an H100.
-    """
+    """Inputs with D = 1, for gates and plans, which read no rows: those of Qwen3-30B would take 5 GB in each set."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 
