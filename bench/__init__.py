@@ -1,1 +1,1 @@
-"""python -m bench: measures every operation beside its peers and this machine's ceilings, and reports the results."""
+"""python -m bench: times every operation beside other implementations (peers), and reports the results."""

@@ -1,4 +1,4 @@
-"""python -m bench run | verify | gpu | profile | tiles | transformers | exchange | predict | report | compare"""
+"""The commands of `python -m bench`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from moe_kernels import info
 from moe_kernels.verify import KERNELS, OPERATIONS, Row, idle, verify
 
 app = typer.Typer(
-    help="Measures every operation against its peers and this machine's own ceilings, and keeps the results.",
+    help="Times every operation beside other implementations (peers), a copy and a matrix product; keeps the results.",
     add_completion=False,
     no_args_is_help=True,
 )
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
-WRITE_SECONDS = 15  # between two writes of the result
+WRITE_SECONDS = 15  # least time between two writes of an unfinished result
 
 
 class Shapes(str, Enum):
@@ -48,20 +48,22 @@ class Shapes(str, Enum):
     llm = "llm"
 
 
-SEVERAL = "Repeat it, or separate with commas. Default: all."
+SEVERAL = "Repeat the option, or separate values with commas. Default: all."
 DTYPES = ("float32", "bfloat16", "float16")
 Ops = Annotated[list[str] | None, typer.Option("--op", help=f"Operations. {SEVERAL}")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}. {SEVERAL}")]
-Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Repeat it, or separate with commas.")]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}; several with commas.")]
 Routings = Annotated[list[str] | None, typer.Option("--routing", help=f"{', '.join(ROUTINGS)}. {SEVERAL}")]
 Peers = Annotated[
-    list[str] | None, typer.Option("--peers", help=f"Parts of names, such as torch or pot, or none. {SEVERAL}")
+    list[str] | None,
+    typer.Option("--peers", help=f"Parts of their names, such as torch or pot; none: no peers. {SEVERAL}"),
 ]
-Curves = Annotated[bool, typer.Option(help="Also measure the scaling curve of every operation.")]
+Curves = Annotated[bool, typer.Option(help="Also measure every operation at several values of one size.")]
 Threads = Annotated[
-    list[int] | None, typer.Option("--threads", help="CPU threads; may be repeated. Default: 1 and all.")
+    list[int] | None,
+    typer.Option("--threads", help="CPU threads; repeat the option for several. Default: 1 and torch's number."),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", help="Time for each shape, dtype and direction.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Time of the samples of each shape, dtype and direction.")]
 ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Set of shapes of the registry.")]
 
 
@@ -72,26 +74,26 @@ def run_command(
     routing: Routings = None,
     backend: Backends = None,
     peers: Peers = None,
-    dtype: Dtypes = ["float32", "bfloat16"],  # noqa: B006 typer reads it and never writes
+    dtype: Dtypes = ["float32", "bfloat16"],  # noqa: B006 typer does not change the list
     threads: Threads = None,
     seconds: Seconds = 0.4,
     curves: Curves = True,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Time for everything; figures get at least a third in any case.")
+        float | None, typer.Option(min=0.1, help="Time to verify and measure; measuring gets at least a third of it.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies all kernels that run here, measures correct ones, and writes <out>/<device>.json, report.md and .html.
+    """Verifies the kernels that run here, measures correct ones, and writes <out>/<device>.json, report.md and .html.
 
-    With --minutes one figure of every operation comes first, then the next of each; the report lists figures for which
-    there was no time. If a given --backend cannot run here, the status is 2.
+    With --minutes the operations take turns, and the report lists what there was no time to measure. The status is 1 if
+    a kernel is wrong, and 2 if a given --backend cannot run here.
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = list(_verify(op, backend))
     _exit_if_idle(backend, rows)
-    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # at least a third
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)
     result = _measure(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
@@ -103,14 +105,14 @@ def run_command(
 def verify_command(
     op: Ops = None,
     backend: Backends = None,
-    dtype: Dtypes = ["float32", "bfloat16", "float16"],  # noqa: B006 typer reads it and never writes
+    dtype: Dtypes = ["float32", "bfloat16", "float16"],  # noqa: B006 typer does not change the list
     shapes: ShapeSet = Shapes.quick,
     seconds: Seconds = 0.4,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
 ) -> None:
-    """Checks values and repeatability, on a GPU also host waits; measures; on a GPU runs the test suite and sanitizers.
+    """Checks values and that results repeat, then measures; on a GPU also host waits, the test suite and sanitizers.
 
-    Writes bench/results/<device>.json with the hash of the sources that ran; `report` and the README use these results.
+    Writes <device>.json, by default into bench/results, from which `report`, the README and the documentation read.
     """
     _describe_machine()
     if not torch.cuda.is_available():
@@ -123,20 +125,22 @@ def verify_command(
 
 @app.command("gpu")
 def gpu_command(
-    quick: Annotated[bool, typer.Option("--quick", help="Values and figures only, within two minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="No test suite and no sanitizers; within two minutes.")
+    ] = False,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Time for everything. Default: 8.5, with --quick 1.75.")
+        float | None, typer.Option(min=0.1, help="Time to verify, measure and check. Default: 8.5, with --quick 1.75.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
 ) -> None:
-    """Verifies and measures the GPU kernels; writes the result, the report and the README's ledger, ready to commit.
+    """Verifies and measures the GPU kernels; writes the result, the report and the generated tables of README.md.
 
-    The report lists what was not measured for lack of time. Needs a GPU.
+    The report lists what there was no time to measure. Needs a GPU.
     """
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # excludes build, pictures
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # the build and the report take more
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
@@ -150,9 +154,9 @@ def gpu_command(
     finally:
         document.write(ledger.read(out), out)
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
-        console.print(f"report {out / 'report.md'}, ledger and tables in {report.README}", soft_wrap=True)
+        console.print(f"report {out / 'report.md'}, tables in {report.README}", soft_wrap=True)
         if log.exists():
-            console.print(f"what failed is in {log}", soft_wrap=True)
+            console.print(f"output of failed commands {log}", soft_wrap=True)
 
 
 @app.command("profile")
@@ -164,10 +168,10 @@ def profile_command(
     shapes: ShapeSet = Shapes.quick,
     shape: Annotated[int, typer.Option("--shape", help="Index of the shape in its set.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
-    tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
+    tools: Annotated[bool, typer.Option(help="Nsight Compute too, on a GPU with ncu installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one operation, and prints for each kernel its share of the time and its time over the floor."""
+    """Traces one operation; prints each kernel's share, and its time over the least time that the machine allows."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -181,22 +185,20 @@ def profile_command(
         lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
     print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
     console.print(
-        f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of "
-        f"the ceiling; the time that no kernel above accounts for is spent on the host"
+        f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of it"
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
         same_options = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
         same_options += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
-        for name, word in profiling.tools(job, same_options, out).items():
-            console.print(f"{name}: {word}", soft_wrap=True)
+        console.print(f"Nsight Compute: {profiling.nsight_compute(job, same_options, out)}", soft_wrap=True)
 
 
 @app.command("tiles")
 def tiles_command(
     out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
 ) -> None:
-    """Times every tile of Triton's grouped GEMM at the few shapes of set "aims". Takes minutes. Needs a GPU."""
+    """Times the candidate tiles of Triton's grouped GEMM at the shapes of set "aims". Takes minutes. Needs a GPU."""
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)
@@ -211,10 +213,10 @@ def tiles_command(
 
 @app.command("transformers")
 def transformers_command(
-    seconds: Annotated[float, typer.Option("--seconds", help="Time for each shape and mode.")] = 1.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time of the samples of each shape and mode.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Where transformers.csv goes.")] = OUT,
 ) -> None:
-    """Measures prefill, decode and training of a transformers model's experts: our kernels beside transformers' own."""
+    """Times experts of transformers in prefill, decode and training, on these kernels and on transformers' own."""
     if models.missing():
         console.print(models.missing())
         raise typer.Exit(2)
@@ -238,13 +240,8 @@ def report_command(
     results: Annotated[list[Path] | None, typer.Argument(help="Results. Default: those of bench/results.")] = None,
     out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
     readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 with a diff if README.md is out of date.")] = False,
 ) -> None:
-    """Writes report.md and report.html from results and prints the ledger, or updates or checks the README's copy."""
-    if check:
-        difference = report.readme_diff()
-        print(difference or "README.md is up to date")
-        raise typer.Exit(1 if difference else 0)
+    """Writes report.md and report.html, and prints their table of states and the ratios; or updates README.md."""
     if readme:
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")
@@ -257,13 +254,13 @@ def report_command(
 @app.command("compare")
 def compare_command(
     before: Annotated[Path, typer.Argument(help="A result: the JSON of an earlier run.")],
-    after: Annotated[Path, typer.Argument(help="A result of a later run, on the same device.")],
-    tolerance: Annotated[float, typer.Option(help="Slowdown that is allowed: 0.2 is a fifth longer.")] = 0.2,
+    after: Annotated[Path, typer.Argument(help="A result of a later run on the same device.")],
+    tolerance: Annotated[float, typer.Option(help="Allowed change: 0.2 is a fifth longer.")] = 0.2,
 ) -> None:
-    """Lists figures that became slower or faster beyond the tolerance; the status is 1 if any became slower."""
+    """Lists the calls that became slower or faster beyond the tolerance; the status is 1 if any became slower."""
     old, new = map(ledger.load, (before, after))
     if old["device"] != new["device"]:
-        raise typer.BadParameter(f"results of different devices: {old['device']} and {new['device']}")
+        raise typer.BadParameter(f"expected two results of one device; got {old['device']} and {new['device']}")
     found = compare.changes(old, new)
     notable = [each for each in found if not 1 / (1 + tolerance) <= each.slowdown <= 1 + tolerance]
     rows = [(*each.figure, f"{each.before:.3g}", f"{each.after:.3g}", f"x{each.slowdown:.2f}") for each in notable]
@@ -302,7 +299,7 @@ def _request(
 
 
 def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Verified rows in the order of the operations, each with its `checks.kernel_checks` (empty for CPU kernels)."""
+    """Rows in the order of the operations, with their `checks.kernel_checks` (only for backends that run on a GPU)."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
@@ -321,7 +318,7 @@ def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict
 
 
 def _exit_if_idle(backends: list[str] | None, rows: list[Row]) -> None:
-    """Exits with status 2 if a requested backend did not run: an empty table would look like a result."""
+    """Exits with status 2 if a backend in `backends` ran nothing: an empty table would look like a result."""
     why = idle(_words(backends), rows)
     if why:
         console.print(why, soft_wrap=True)
@@ -338,9 +335,9 @@ def _measure_and_check(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Measures; with `proof`, on a GPU, then runs the test suite and the sanitizers, which get 2/5 of the time.
+    """Measures the rows, and writes the result repeatedly, as the run may be cut off before its end.
 
-    The result is written repeatedly, as the GPU may be gone before the last figure.
+    proof: on a GPU, also run the test suite and compute-sanitizer, in the last 2/5 of the time.
     """
     on_gpu = torch.cuda.is_available()
     found = {row: words if row.device == "cuda" else checks.kernel_checks(row) for row, words in rows.items()}
@@ -379,13 +376,13 @@ def _measure_and_check(
 
 @app.command("exchange")
 def exchange_command(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Processes on this machine.")] = [1, 2, 4],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of processes.")] = [1, 2, 4],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: only predict.")] = 10.0,
-    size: Annotated[str, typer.Option(help="T,D,H,E,K to measure; T counts the tokens of all ranks.")] = (
-        "2048,256,512,16,2"
-    ),
+    size: Annotated[
+        str, typer.Option(help="To measure: tokens of all ranks, model and hidden width, experts, choices.")
+    ] = ("2048,256,512,16,2"),
     predict: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks to predict.")] = [8, 64, 256],  # noqa: B006
-    model: Annotated[str, typer.Option(help="T,D,H,E,K to predict; T counts a rank's tokens.")] = "8192,2048,768,256,8",
+    model: Annotated[str, typer.Option(help="To predict: tokens of a rank, and the same.")] = "8192,2048,768,256,8",
     skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
     inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
@@ -393,7 +390,7 @@ def exchange_command(
     latency: Annotated[float, typer.Option(help="Microseconds of an all-to-all.")] = 20.0,
     tflops: Annotated[float, typer.Option(help="TFLOP/s of the experts' products on a rank.")] = 400.0,
 ) -> None:
-    """Measures experts across processes on this machine, and predicts their time for other machines and links."""
+    """Measures a layer of experts across processes of this machine, and predicts its time for other machines."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
     measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
@@ -420,12 +417,12 @@ def _measure(
     until: float = math.inf,
     write: Callable[[ledger.Result], object] = lambda result: None,
 ) -> ledger.Result:
-    """Measures the verified rows; `write` gets the result so far every WRITE_SECONDS, and the whole at the end."""
+    """Measures the verified rows; calls `write` with the result before, during and after."""
     jobs, left_out = measure.plan(rows, request)
     found = measure.Found(left_out=left_out)
     if until < math.inf:
         jobs = measure.round_robin(jobs)
-    # Half of the time: inputs, warm-up and graphs take about as long as the samples.
+    # Samples get half of the time, since inputs, warm-up and graphs take about as long.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     write(measure.result(rows, found, {}))
     with Worker() if torch.cuda.is_available() else nullcontext() as worker:

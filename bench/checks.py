@@ -1,5 +1,8 @@
-"""Checks of `python -m bench verify` besides values: equal bits in every run, no call that waits for the GPU, no report
-of a sanitizer, and the test suite on a real GPU. The result of a check is "ok", "FAILED: ..." or "not run: ..."."""
+"""Checks of `python -m bench verify` and `gpu`: repeated results, host waits, compute-sanitizer and the test suite.
+
+The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values, with a
+process for each kernel and dtype.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +38,24 @@ REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 OUT_OF_TIME = "not run: out of time"
 
-# Failing CUDA calls are not reported: libraries make some to probe the device, and our launchers raise on errors.
+# memcheck does not report failing CUDA calls: libraries probe the device with some, and our launchers raise on errors.
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
-# Every tensor gets its own allocation: inside the blocks of torch's allocator memcheck sees no overrun.
+# Every tensor gets an allocation of its own: memcheck sees no overrun within a block of torch's caching allocator.
 SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# Leaves out torch's kernels, which the definition launches, some of them hundreds of times.
+# The kernels are compared with PyTorch, whose own kernels (namespace at::native) need no check.
 WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
-# Minimal GPU program: shows whether compute-sanitizer can run here.
+# If compute-sanitizer fails on this program, it cannot run here.
 PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# pytest -k, if time is limited: tests that run Triton or CUDA kernels, without those that only compile them.
+# Names for pytest -k if time is limited: tests of Triton or CUDA kernels, without those that only compile.
 GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-LOG_CHARACTERS = 200_000  # the log keeps this many of the last characters of a command's output
+LOG_CHARACTERS = 200_000  # of a command's output only the last ones are logged
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Results of `repeatable` and, on a GPU, `no_host_sync` for a verified row.
-
-    Empty if the row is not "ok" or the bench has no entry for the operation.
-    """
+    """Results of `repeatable` and, on a GPU, `no_host_sync`; empty if the row is not "ok" or has no entry here."""
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})
@@ -63,13 +63,13 @@ def kernel_checks(row: Row) -> dict[str, str]:
     for name, check in wanted.items():
         try:
             found[name] = check(row)
-        except Exception as raised:  # this shape is larger than the verified ones, so a kernel may fail here first
+        except Exception as raised:  # these inputs were not verified, so a kernel may fail here first
             found[name] = f"FAILED: {error_text(raised)}"
     return found
 
 
 def repeatable(row: Row) -> str:
-    """Checks that every direction gives the same bits in 20 runs."""
+    """Checks that every direction gives the same bits in REPEATS runs."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         first = _bytes(call(inputs))
@@ -80,7 +80,7 @@ def repeatable(row: Row) -> str:
 
 
 def no_host_sync(row: Row) -> str:
-    """Checks that no direction makes the host wait for the GPU once its kernels are compiled."""
+    """Checks that no direction makes the host wait for the GPU, except in the first call, which may compile."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         error = host_sync_error(partial(call, inputs))
@@ -92,9 +92,9 @@ def no_host_sync(row: Row) -> str:
 def sanitizers(
     pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes.
+    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs.
 
-    seconds: limit for all of them. log: file for the output of failed runs.
+    seconds: limit for all of them. log: file for the output of failed tools.
     """
     program = shutil.which("compute-sanitizer")
     until = float("inf") if seconds is None else time.monotonic() + seconds
@@ -131,8 +131,8 @@ def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# The program of each process of `verify_all`. Arguments: operation, backend, dtype, device and size. It prints its row
-# and its checks as JSON in one line that begins with MARKER.
+# The program of each process of `verify_all`. Arguments: operation, backend, dtype, device, and "small" or "all" cases.
+# It prints its row and its checks as JSON in one line that begins with MARKER.
 MARKER = "verified: "
 VERIFY_PROGRAM = """
 import dataclasses, json, sys, torch
@@ -148,10 +148,10 @@ print(checks.MARKER + json.dumps([dataclasses.asdict(row), found]))
 def verify_all(
     ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
 ) -> dict[Row, dict[str, str]]:
-    """Verifies operations on backends in every dtype: rows with their `kernel_checks` (empty if `small`).
+    """Verifies operations on backends in every dtype; returns rows with their `kernel_checks` (empty if `small`).
 
-    Each operation, backend and dtype has its own process, since after a fault on a GPU all later calls of a process
-    fail. Several processes run at a time, since Triton compiles some 1170 kernels, in 0.3 to 1 s each.
+    Each operation, backend and dtype has its own process, since after a fault on a GPU later calls of a process fail.
+    There are as many processes at a time as cores: Triton compiles some 1170 kernels, in 0.3 to 1 s each.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -166,12 +166,12 @@ def verify_all(
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
         arguments = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
-        # -u: without it, a process ended by a signal loses its last lines, which are the most useful.
+        # -u: buffered output would be lost if a signal ended the process.
         command = [sys.executable, "-u", "-c", VERIFY_PROGRAM, *arguments]
         status, text = run_captured(command, None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
-        lines = text.strip().splitlines() or [""]
+        lines = text.strip().splitlines() or ["no output"]
         marked = [line for line in lines if line.startswith(MARKER)]  # libraries may print other lines
         if status != 0 or not marked:
             append_log(log, " ".join(arguments), text)
@@ -187,9 +187,9 @@ def verify_all(
 
 
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
-    """Runs the test suite; its tests of Triton and CUDA kernels use the GPU if there is one.
+    """Runs the test suite, in which tests of Triton and CUDA kernels use the GPU if there is one.
 
-    If seconds are limited, only these tests run; if they do not all pass in time, the log has each test's verdict.
+    With a limit in seconds only these tests run. If the suite fails or runs out of time, its output goes into the log.
     """
     workers = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
     selection = ["-v", "-k", GPU_TESTS] if seconds is not None else ["-q"]
@@ -219,13 +219,13 @@ def verdict(status: int | None, text: str) -> str:
         return OUT_OF_TIME
     if status == 0:
         return "ok"
-    lines = text.strip().splitlines()
-    return f"FAILED: status {status}: {lines[-1] if lines else ''}"
+    lines = text.strip().splitlines() or ["no output"]
+    return f"FAILED: status {status}: {lines[-1]}"
 
 
 def run_captured(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
     """Runs a command; returns its status (None if it ran out of time) and its output."""
-    # The command gets its own session, so that its child processes (workers, a sanitizer's target) are killed with it.
+    # In a session of its own, so that the command's child processes (workers, a sanitizer's target) are killed with it.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
     with tempfile.TemporaryFile() as printed:
         with subprocess.Popen(list(command), stdout=printed, stderr=subprocess.STDOUT, **options) as done:
@@ -241,15 +241,15 @@ def run_captured(command: Iterable[str], seconds: float | None = None, **variabl
 
 
 def append_log(log: Path | None, title: str, text: str) -> None:
-    """Appends a command's output to the log, for reading after the GPU is gone."""
+    """Appends a command's output to the log, if there is one."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:  # one write, so that threads do not mix their lines
+        with log.open("a") as file:  # one write, since several threads append
             file.write(f"==== {title}\n{text[-LOG_CHARACTERS:]}\n")
 
 
 def cores() -> int:
-    """Number of cores on which this process may run; the host may have more."""
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Compares two results: how much longer every figure takes in the second."""
+"""Compares two results of the bench: how much longer every measured call takes in the second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 
 
 class Change(NamedTuple):
-    """A figure of both results; `slowdown` is 1.1 if the second takes a tenth longer.
+    """The change of one call, named by its values of KEY. `slowdown` is 1.1 if it takes a tenth longer.
 
-    On a GPU microseconds are compared. On a CPU they drift with the load, so the time is divided by memcpy's and by
-    each peer's time. The smallest of these changes counts, since a change of the kernel shows in all of them.
+    On a GPU microseconds are compared. On a CPU they drift with the load, so the call's time is divided by the time of
+    a memcpy and of each peer in the same run. `slowdown` is the ratio nearest to 1, since a change of the kernel shows
+    in all of them. before, after: microseconds on a GPU, multiples of the memcpy's time on a CPU.
     """
 
     figure: tuple[str, ...]
@@ -24,7 +25,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Result, after: Result) -> list[Change]:
-    """Changes of all figures that both results have, the greatest slowdown first."""
+    """Changes of all calls that both results have, the greatest slowdown first."""
     old, found = dict(_figures(before)), []
     for key, new in _figures(after):
         if key in old:
@@ -37,7 +38,7 @@ def changes(before: Result, after: Result) -> list[Change]:
 
 
 def _relative_times(figure: dict[str, Any]) -> dict[str, float]:
-    """A figure's time in units that do not depend on the load of the machine, by name."""
+    """A call's time by unit: microseconds on a GPU; on a CPU the times of a memcpy and of each peer."""
     if figure["setting"] == "cuda":
         return {"us": figure["us"]}
     return {"memcpy": figure["over_memcpy"], **{name: 1 / ratio for name, ratio in figure["peers"].items()}}

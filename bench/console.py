@@ -12,11 +12,11 @@ from rich.table import Table
 
 console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
-    console.width = 180  # a log is not limited to the width of a terminal
+    console.width = 180  # without a terminal rich would take 80
 
 
 def words(values: Iterable[str] | None) -> tuple[str, ...]:
-    """Values of an option that may be repeated or hold commas."""
+    """The values of an option that may be repeated and may separate values by commas."""
     return tuple(word for value in values or () for word in value.split(",") if word)
 
 
@@ -28,7 +28,7 @@ def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tu
 
 
 def progress() -> Progress:
-    """A bar that disappears when it is done; nothing without a terminal."""
+    """A bar that disappears at the end; without a terminal it prints nothing."""
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 

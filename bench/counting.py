@@ -1,7 +1,6 @@
-"""Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX at small shapes.
+"""Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX on small shapes.
 
-Counts are then scaled to the full shape: instructions and FLOPs in proportion to the units of a case, such as its rows;
-bytes in proportion to the least bytes that bench.registry gives for the two shapes (exceptions: see Case).
+bench/predict.py scales the counts to a full shape, by the factors of `Case`.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class NoExecutor(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at the shape of its prediction.
+    """An operation at the full shape of its prediction, and at the smaller shape that is executed and counted.
 
-    small: sizes that are smaller in the counted shape.
-    units: names of sizes. From the counted to the full shape counts grow by `scale`, the product of the ratios of these
-        sizes, and bytes by `bytes_scale`, the ratio of the least bytes.
-    own_bytes: bytes grow by `scale` too, since the registry has no least bytes for this case.
-    torch_products: torch may compute the matrix products. A launch without matrix instructions then reads their results
-        but no weights, which are part of the least bytes; so the bytes of such launches grow by `scale` too.
+    small: the sizes of the counted shape that differ from the full one.
+    units: names of sizes. Instructions and FLOPs grow by `scale`, the product of the ratios of these sizes. Bytes grow
+        by `bytes_scale`, the ratio of the operation's least bytes.
+    own_bytes: bytes grow by `scale` too, since the least bytes of `entry` do not describe this case.
+    torch_products: torch may compute the matrix products in kernels that are not counted. A launch without matrix
+        instructions then reads no weights, so its bytes grow by `scale` too.
     """
 
     operation: str
@@ -73,13 +72,13 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel: a shape of the bench's set "aims", and shapes that run other code."""
+    """At least one case for every GPU kernel."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
-    forward = ("forward",)
+    forward, tree_gate = ("forward",), partial(Case, "tree_gate", known["tree_gate"], units=("T",), torch_products=True)
 
     def sinkhorn(batch: int, n: int, iterations: int, counted: int) -> tuple[Shape, Shape, tuple[str, ...]]:
         return {"B": batch, "n": n, "R": iterations, "tau": 1.0}, {"B": counted}, ("B",)
@@ -107,27 +106,18 @@ def cases() -> list[Case]:
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1)),
         Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16), own_bytes=True),
         Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
-        Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both, torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both, torch_products=True),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 1024}, {"T": 16}, ("T",), torch_products=True),
-        Case(
-            "tree_gate",
-            known["tree_gate"],
-            {**tree, "E": 1000},
-            {"T": 16},
-            ("T",),
-            both,
-            torch_products=True,
-            backends=("cuda",),
-        ),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 5}, {"T": 128}, ("T",), both, forward, torch_products=True),
+        tree_gate(shape=tree, small={"T": 128}, dtypes=both),
+        tree_gate(shape={**tree, "K": 4}, small={"T": 128}),
+        tree_gate(shape={**tree, "E": 48}, small={"T": 128}, dtypes=both),
+        tree_gate(shape={**tree, "E": 1024}, small={"T": 16}),
+        tree_gate(shape={**tree, "E": 1000}, small={"T": 16}, dtypes=both, backends=("cuda",)),
+        tree_gate(shape={**tree, "E": 5}, small={"T": 128}, dtypes=both, directions=forward),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
     ]
 
 
 def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
-    """A variant of a registered entry, for this module alone. It calls forward(inputs, backend=...)."""
+    """A copy of a registry entry with other inputs, which calls forward(inputs, backend=...)."""
     return replace(
         base,
         inputs=inputs,
@@ -184,9 +174,9 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Inside the block, Triton and CUDA kernels run on CPU tensors: an executor interprets their PTX.
+    """Inside the block, Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX.
 
-    Yields tests/ptx's module `session`.
+    Yields the module `session` of tests/ptx.
 
     Raises:
         NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.
@@ -211,7 +201,7 @@ def executor() -> Iterator[Any]:
 
 
 def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
-    """Counts of one call on the executor, launch by launch."""
+    """Executes one call and returns the counts of each of its launches."""
     torch.manual_seed(0)
     inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
     with session.recorded() as results:
@@ -249,7 +239,7 @@ def _launch(result: Any) -> dict[str, Any]:
 
 
 def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
-    """Counts of every case on all backends, dtypes and directions that its kernels support."""
+    """Counts of every case, backend, dtype and direction that the kernels support."""
     from moe_kernels import backends as choice
 
     with executor() as session:
@@ -265,7 +255,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """operation -> backend -> date and digest of the sources, if `moe_kernels.verify` is "ok" in every dtype run."""
+    """operation -> backend -> date and digest of the sources, if `verify` is "ok" in all dtypes that ran."""
     from moe_kernels import verify
 
     with executor():

@@ -10,25 +10,26 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from bench import ledger, plot, predict
+from bench.compare import KEY
 from bench.report import FIGURE_HEADER, figure_cells, operations
 from bench.tables import markdown
 
 HOW_TO_READ = """\
 Times are medians of interleaved runs, with the 10th and 90th percentile. `!` marks a 90th percentile over twice the
-10th: the machine was busy. Only figures of one thread are corrected for that. *Ceiling*: the least possible time as a
-share of the time taken. The least time follows from the least bytes (each input read once, each output written once)
-and the FLOPs, at the speeds of a copy and of a matrix product in the same run. Inputs in a cache can pass 100%.
-*memcpy*: the time over that of a copy of those bytes. Last column: how many times as fast as each peer, on the same
-inputs in the same run. On a CPU shared with other programs, absolute times mean little; the ratios hold."""
+10th: the machine was busy. On one CPU thread, the time in which the thread waited for a core is subtracted. *Ceiling*:
+the least time as a share of the time taken. The least time follows from the least bytes (each pass reads each input
+once and writes each output once) and the FLOPs, at the speeds of a copy and of a matrix product in the same run. If
+inputs are in a cache, the share can pass 100%. *memcpy*: the time over that of a copy that moves as many bytes. Last
+column: how many times as fast as each peer, on the same inputs in the same run. On a busy CPU only ratios hold."""
 CAPTIONS = {
-    "roofline": "The speed of every figure under the limits (roofs) of the same run. The sloped roof is the bandwidth "
+    "roofline": "The speed of every call under the limits (roofs) of the same run. The sloped roof is the bandwidth "
     "of a copy, the flat ones are matrix products by dtype. The distance to the roof is the possible gain. Left: "
     "operations without FLOPs, against the copy.",
-    "peers": "How many times as fast as each peer. The bar is the range over the shapes, the stroke their median. Left "
+    "peers": "How many times as fast as each peer. The bar is the range over the shapes, the stroke the median. Left "
     "of the line the peer is faster.",
-    "scaling": "Time against the size that varies. The dotted line is the least possible time. If a line is steeper, "
-    "the time grows faster than the work.",
-    "load": "Number of choices that each expert received, for each kind of routing measured. The line is the mean.",
+    "scaling": "Time against the size that varies. The dotted line is the least time. If another line is steeper, its "
+    "time grows faster than the work.",
+    "load": "Number of choices that each expert gets, for each kind of routing. The line is the mean.",
 }
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
@@ -48,7 +49,7 @@ def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) 
 
 
 def page(text: str, folder: Path) -> str:
-    """The HTML page of a Markdown text; pictures from `folder` are embedded."""
+    """The HTML page of a Markdown text, with its pictures from `folder` embedded."""
     body = MarkdownIt("commonmark").enable("table").render(text)
 
     def inside(match: re.Match[str]) -> str:
@@ -98,14 +99,13 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
-        # Rows: the figures that have the key of the last column. Not every device reports the other keys.
-        found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
+        # A row for each figure that has the key of the last column; the other keys may be missing.
+        found = [[_cell(each.get(key, "")) for key in (*KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
-            parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]
+            parts += [f"### {title}", markdown((*KEY, *columns.values()), found)]
     return parts
 
 
-_KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
 _GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
 _MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}
@@ -131,7 +131,7 @@ def _ceilings(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str
 
 
 def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows that compare the smallest and the largest shape of a curve: growth of time and growth of work."""
+    """A row for each setting: growth of time and of work from the smallest to the largest shape of the curve."""
     rows = []
     for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
         curve = [each for each in entry["curves"] if each["setting"] == setting]

@@ -1,8 +1,8 @@
-"""The entry of an operation in the registry.
+"""The entry of an operation in bench/registry.py: all that the bench needs to measure it.
 
-Directions: "forward" runs without autograd; "backward" runs the backward kernel alone on the tensors that forward
-saved; "training" runs both through autograd. A peer is another implementation of the whole operation. So torch.topk
-alone is not a peer of kwta: it only selects.
+A call has a direction. "forward" runs without autograd, "backward" runs the backward kernel alone on tensors that
+forward saves, and "training" runs both through autograd. A peer is another implementation of the whole operation:
+torch.topk alone is no peer of kwta, since it only selects.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (the few at which speed matters most: `bench gpu`
-        measures them first), and "scaling", in which one size varies over two decades.
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few; `bench gpu` measures them first) and
+        "scaling", in which one size varies over two decades.
     complete(shape, device type): the shape with its missing sizes, and with fewer rows or experts on a CPU.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
-    peers: calls of compositions of PyTorch's operations, by name; bench/peers.py has peers of other packages.
+    peers: by name, calls of compositions of PyTorch's operations. Peers of other packages are in bench/peers.py.
     flops(shape, direction): FLOPs of one call.
-    least_bytes(shape, dtype, direction): bytes of one call if every input is read once and every output written once.
+    least_bytes(shape, dtype, direction): bytes of one call in which each pass, forward and backward, reads every input
+        once and writes every output once.
     leaves: names of the inputs for which training computes gradients.
     grad: name of the input that holds the gradient of the output.
     """

@@ -1,28 +1,26 @@
 """Measures a layer with experts across processes of one machine (gloo), beside other implementations: time and bytes.
 
-All contenders evaluate the same routing of the same tokens with experts (silu(x W) * (x V)) U. `python -m bench
-exchange` starts one process for each rank. Calls of the contenders alternate, so that a busy machine slows all alike.
+All implementations, the contenders, evaluate experts (silu(x W) * (x V)) U on the same tokens with the same routing.
+Their calls alternate, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
+import pickle
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -40,7 +38,7 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), experts (T, K), 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the layer. tokens: number of tokens of all ranks together."""
+    """Sizes of the layer. tokens: of all ranks together, except in `predictions`."""
 
     tokens: int = 2048
     dim: int = 256
@@ -51,9 +49,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """Median seconds of a forward pass and of a training step. sent: bytes that rank 0 sends in a training step.
+    """Median seconds of a forward pass and of a training step (forward and backward).
 
-    predicted: the same bytes by bench.exchange_model; None if it has no model of the contender.
+    sent: bytes that rank 0 sends in a training step. predicted: the same by bench/exchange_model.py; None if that has
+    no model of the contender.
     """
 
     ranks: int
@@ -67,7 +66,7 @@ class Line:
 class TrafficCounter(TorchDispatchMode):
     """Counts this rank's all-to-alls, all-gathers and reduce-scatters, and the bytes that it sends in them.
 
-    A reduce-scatter over n ranks counts (n - 1) / n of its input, as in a ring.
+    As in a ring, an all-gather over n ranks counts n - 1 times its input, a reduce-scatter (n - 1) / n of its input.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
-    """The implementations by name. With one rank only those that need no exchange."""
+    """The contenders by name; on one rank only those that need no exchange."""
     alone = dist.get_world_size() == 1
     found = {"one process" if alone else "ExpertParallel": _ours(size, None if alone else ExpertParallel(), mesh)}
     if not alone:
@@ -116,7 +115,7 @@ def _ours(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
 
 
 def _gather_tokens(size: Size, mesh: DeviceMesh) -> Layer:
-    """Every rank gathers all tokens and evaluates its experts for them; a reduce-scatter adds the outputs."""
+    """Every rank gathers all tokens and evaluates its own experts for them; a reduce-scatter adds the outputs."""
     count = size.experts // mesh.size()
     first, whole = mesh.get_local_rank() * count, _experts(size)
     experts = ExpertMLP(count, size.dim, size.hidden, activation="swiglu", bias=False)
@@ -139,7 +138,7 @@ def _gather_tokens(size: Size, mesh: DeviceMesh) -> Layer:
 
 
 def _transformers(size: Size) -> Layer:
-    """Mixtral's experts with transformers' own exchange and torch's grouped products."""
+    """Mixtral's experts with torch's grouped products and, on several ranks, transformers' own exchange."""
     from transformers import MixtralConfig
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -166,7 +165,7 @@ def _transformers(size: Size) -> Layer:
 
 
 def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D), experts (T, K), weights (T, K) of all ranks: a random router."""
+    """x (T, D), experts (T, K), weights (T, K) of all ranks together, by a random router."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size.tokens, size.dim, generator=generator)
     weights, experts = torch.randn(size.tokens, size.experts, generator=generator).softmax(-1).topk(size.choices)
@@ -174,12 +173,12 @@ def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
-    """Measures on every rank; the lines hold the numbers of rank 0.
+    """A line for each contender, with this rank's times and bytes; to be called on every rank.
 
     peers: also measure implementations of other packages.
 
     Raises:
-        AssertionError: a contender's result differs from the first one's.
+        AssertionError: a contender's output or gradient of x differs from the first contender's.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))["ep"]
@@ -212,7 +211,7 @@ def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
 
 
 def _capacity(size: Size, ranks: int) -> int:
-    """Rows that each rank may send to an expert: twice as many as an even router sends."""
+    """Rows that each rank may send to an expert: twice the number that a uniform router sends."""
     return expert_capacity(size.tokens // ranks, size.choices, size.experts, 2.0)
 
 
@@ -226,7 +225,7 @@ def _train(layer: Layer, x: Tensor, *given: Tensor) -> None:
 
 
 def _seconds(call: Callable[..., None], *given: Any) -> float:
-    """Seconds until the slowest rank has finished the call."""
+    """Seconds until all ranks have finished the call."""
     dist.barrier()
     started = time.perf_counter()
     call(*given)
@@ -235,30 +234,32 @@ def _seconds(call: Callable[..., None], *given: Any) -> float:
 
 
 def _from_rank_0(value: bool) -> bool:
-    """Returns the value that rank 0 passed, on all ranks."""
+    """On all ranks the value that rank 0 passes."""
     shared = torch.tensor(int(value))
     dist.broadcast(shared, 0)
     return bool(shared)
 
 
 def run(ranks: int, size: Size, seconds: float) -> list[Line]:
-    """Starts a process with one thread for each rank, and returns the lines of rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "lines.json"
-        command = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        started = [
-            subprocess.Popen([*command, str(rank)], env=environment, cwd=Path(__file__).parents[1])
-            for rank in range(ranks)
-        ]
-        status = [each.wait() for each in started]
-        if any(status):
-            raise RuntimeError(f"bench exchange: ranks ended with status {status}")
-        return [Line(**each) for each in json.loads(out.read_text())]
+    """Starts a process with one thread for each rank, and returns the lines that rank 0 measured."""
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables):
+        multiprocessing.spawn(_run_rank, (ranks, size, seconds, Path(folder)), nprocs=ranks)
+        lines: list[Line] = pickle.loads((Path(folder) / "lines").read_bytes())
+        return lines
+
+
+def _run_rank(rank: int, ranks: int, size: Size, seconds: float, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    lines = measure(size, seconds)
+    if rank == 0:
+        (folder / "lines").write_bytes(pickle.dumps(lines))
+    dist.destroy_process_group()
 
 
 def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
-    """Rows of the table of predictions, for `size.tokens` on each rank: a uniform and a skewed router.
+    """Rows of the table of predictions, for a uniform and a skewed router, with `size.tokens` tokens on each rank.
 
     skew: exponent of Zipf's law. width: bytes of an element.
     """
@@ -271,21 +272,3 @@ def predictions(size: Size, machines: list[Machine], skew: float, width: int) ->
             shown = (f"{found[0]:.2f}", f"{found[1]:.2f}", f"{found[2]:.0f} %", f"{found[3]:.1f}")
             rows.append((f"{machine.ranks}", name, f"{cost.imbalance:.2f}", *shown))
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of `python -m bench exchange`.")
-    for name, kind in (("folder", Path), ("ranks", int), ("seconds", float), ("size", json.loads), ("rank", int)):
-        parser.add_argument(name, type=kind)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(args.folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks)
-    lines = measure(Size(**args.size), args.seconds)
-    if args.rank == 0:
-        (args.folder / "lines.json").write_text(json.dumps([asdict(line) for line in lines]))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,15 @@
 """Predicts the cost of experts across processes: bytes that ranks send, and the time of a layer for given links.
 
-Bytes are exact: tests/ranks/traffic.py compares them with what the collectives move. Times are predictions.
+For given rows the bytes are exact: tests/ranks/traffic.py compares them with those that the collectives move.
 
 Assumptions of the times:
     * every rank has T tokens with K choices each; the experts' shares of the rows are uniform or follow Zipf's law;
     * experts are placed in the order of their share, the busiest on rank 0, which is the worst placement;
-    * a rank sends and receives at the same time; its two links, `inside` the node (bytes a second) and `outside` to
-      other nodes, work at the same time too;
-    * an all-to-all takes as long as its slowest rank, plus `latency`; it does not overlap with the products;
-    * products run at `flops` whatever their size, and backward has twice as many as forward; gates, plans, dispatch and
-      combine are left out, since one process has them too.
+    * a rank has a link to the other ranks of its node and a link to other nodes; both work at the same time, and each
+      sends and receives at the same time;
+    * an all-to-all takes as long as its slowest rank, plus a latency; it does not overlap with the products;
+    * products run at a constant speed, and backward takes twice the time of forward; gates, plans, dispatch and combine
+      are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNT = 4  # bytes of an int32
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank sends to others."""
+    """Bytes that each rank sends to other ranks, in the order of ranks."""
 
     sent_forward: list[int]
     sent_backward: list[int]
@@ -33,11 +33,11 @@ class Traffic:
 def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: int) -> Traffic:
     """Bytes that each rank sends for one layer.
 
-    rows (n, n): rows[s, d] is the number of rows from rank s to rank d. dim, out: D and Dout. width: bytes of an
-    element.
+    Forward sends to the ranks of the experts the rows and the number of rows for each expert, and the outputs back.
+    Backward sends the gradients of the outputs to the ranks of the experts, and the gradients of the rows back.
 
-    Forward sends the numbers of rows and the rows to the owners of the experts, and the outputs back. Backward sends
-    the gradients of the outputs to the owners, and the gradients of the rows back.
+    rows (n, n): rows[s, d] is the number of rows from rank s to rank d. dim, out: lengths of a row and of its output.
+    width: bytes of an element.
     """
     away = rows.long() * (1 - torch.eye(rows.shape[0], dtype=torch.int64, device=rows.device))
     leave, arrive = away.sum(1), away.sum(0)
@@ -47,9 +47,10 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """Bytes that a rank sends for `ExpertParallel.norms`, with `tokens` tokens of its own on every rank.
+    """Bytes that a rank sends for the experts' norms under `ExpertParallel`, with `tokens` tokens on every rank.
 
-    It sends every other rank the number of its tokens, the tokens, and its experts' norms for that rank's tokens.
+    A rank sends to every other rank the number of its tokens, its tokens, and the norms that its experts computed for
+    the tokens of that rank.
     """
     return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
 
@@ -58,8 +59,8 @@ def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) 
 class Machine:
     """Ranks and their links.
 
-    node: number of ranks in a node. inside, outside: bytes a second that a rank sends, and as many that it receives,
-    within its node and to other nodes. latency: seconds of an all-to-all without data. flops: FLOP/s of each rank.
+    node: number of ranks in a node. inside, outside: bytes a second of a rank's link within its node and to other
+    nodes, in each direction. latency: seconds of an all-to-all without data. flops: FLOP/s of the products on a rank.
     """
 
     ranks: int
@@ -72,7 +73,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one layer, forward plus backward. imbalance: rows of the busiest rank over the mean."""
+    """Predicted seconds of one layer, forward and backward. imbalance: rows of the busiest rank over the mean."""
 
     exchange: float
     experts: float
@@ -85,13 +86,13 @@ class Cost:
 
 
 def shares(num_experts: int, skew: float) -> Tensor:
-    """(E,): each expert's share of the rows by Zipf's law with exponent `skew`; 0 is uniform."""
+    """(E,): each expert's share of the rows, by Zipf's law with exponent `skew`; exponent 0 is uniform."""
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
     return weights / weights.sum()
 
 
 def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int) -> Cost:
-    """The cost of a layer with `tokens` tokens on each rank; experts with a gated activation, weights (D, 2 H), (H, D).
+    """The cost of a layer of experts with weights (D, 2 H) and (H, D) and `tokens` tokens on each rank.
 
     share (E,): each expert's share of the rows. width: bytes of an element.
     """

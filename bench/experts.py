@@ -27,8 +27,7 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """On a CPU with fewer tokens (see `fewer_tokens`), and with at most 2^25 elements in w_in (E, D, H), except that K
-    experts always stay."""
+    """The shape; on a CPU with `fewer_tokens`, and at most 2^25 elements in w_in (E, D, H) but at least K experts."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape
@@ -51,7 +50,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         "grad_rows": (plan.num_rows, hidden),
         "grad_norms": (tokens, experts),
     }
-    # Drawn on the device: one thread of the host takes about 2 s for the 2 * 10^8 elements of Qwen3-30B's w_in.
+    # Drawn on the device: one thread of the host takes about 2 s for w_in of Qwen3-30B, 2 * 10^8 elements.
     found: Inputs = {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
     found |= {"w_in": found["w_in"] / dim**0.5, "w_out": found["w_out"] / hidden**0.5}
     leaves = {name: found[name] for name in ("x", "w_in", "w_out")} | {"weights": weights.to(dtype)}
@@ -60,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product for each expert; the offsets of the experts' rows are on the host already."""
+    """One product for each expert; the offsets of the experts' rows are on the host, so it does not wait for a GPU."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 
@@ -106,11 +105,12 @@ def _norms(inputs: Inputs, backend: str) -> Tensor:
 
 
 def _entry(forward: Any, peers: dict[str, Any], leaves: str, elements: Any, products: Any, **more: Any) -> Entry:
-    """leaves: names of the inputs that have gradients, then the name of the output's gradient.
+    """The entry of an operation with these inputs.
 
-    elements(shape): numbers of elements of inputs and of outputs. Training also reads the inputs again, reads the
-        gradients of the outputs and writes a gradient for each input.
-    products(shape): multiplications forward; training has three times as many.
+    leaves: names of the inputs that have gradients, then the name of the output's gradient.
+    elements(shape): numbers of elements of the inputs and of the outputs. Backward reads the inputs and the gradients
+        of the outputs, and writes a gradient for each input.
+    products(shape): multiply-adds forward; training has three times as many.
     """
     *names, grad = leaves.split()
 

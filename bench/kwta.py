@@ -14,7 +14,7 @@ from python_ref.kwta import pack_bits
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    # A GPU takes 8192 rows; a CPU 2^21 elements, 4 to 8 MB, so that a call takes milliseconds.
+    # 8192 rows on a GPU; on a CPU about 2^21 elements, so that a call takes milliseconds.
     return {"R": 8192 if device == "cuda" else max(1, 2**21 // shape["N"]), **shape}
 
 
@@ -51,7 +51,7 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """The product with the mask: one FLOP for each element and direction. Comparisons are not counted."""
+    """One product with the mask for each element, forward and backward. Comparisons are not counted."""
     return shape["R"] * shape["N"] * (2 if direction == "training" else 1)
 
 

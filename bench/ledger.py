@@ -1,6 +1,7 @@
-"""Reads and writes bench/results: verdicts and figures of each machine, with a hash of the sources that ran.
+"""Reads and writes bench/results, and derives the ledger: the state of every operation on every backend.
 
-The ledger is the table of the state of every operation and backend, which follows from these results.
+A result is the JSON of one machine. It has an entry for each operation, backend and dtype: the verdict of the
+verification, the measured figures, and a hash of the sources that ran.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Result = dict[str, Any]
 
 FIGURES = ("figures", "curves")  # the lists of figures in an entry
 
-# Keys of a figure that its entry has too, under the name given here. They are stored once, in the entry.
+# Keys of a figure, and the keys of its entry that have the same values. Files have them in the entry alone.
 SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}
 
-# Files of a backend's kernels: if none matches, the backend does not implement the operation.
+# Patterns of the files with a backend's kernels. If no file matches, the backend does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
     "cpu": "csrc/cpu/{op}*.cpp",
@@ -34,8 +35,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
-# new operation changes it, but not the kernels.
+# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new
+# operation changes it but no other kernel.
 _INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
 
 
@@ -44,7 +45,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files: named after the operation, or after another operation whose file contains it."""
+    """The kernels' files, named after the operation or after the operation whose file has its kernels."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -55,10 +56,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the operation's file in moe_kernels/ops, the kernels, the headers that they include and the modules of
-    moe_kernels/backends that they import. For C++ and CUDA also the Python that calls the kernels, since it has
-    thresholds and sizes; if it imports another operation's Python, also the kernels of that operation. Excludes
-    *_cuda.py for cpu and *_cpu.py for cuda.
+    These are the operation's file in moe_kernels/ops, the kernels' files, the headers that they include, and the
+    modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also include the Python
+    files that call the kernels and choose sizes; if these import another operation's file, also that operation's
+    kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -74,7 +75,8 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module, names in _INCLUDED.findall(path.read_text()):
             folder = root / f"moe_kernels/backends{module.replace('.', '/')}"
-            places = [folder.with_suffix(".py"), *(folder / f"{name}.py" for name in re.findall(r"\w+", names))]
+            stems = re.findall(r"\w+", names) + ["__init__"] * bool(module)  # backends/__init__.py changes no kernel
+            places = [folder.with_suffix(".py"), *(folder / f"{stem}.py" for stem in stems)]
             if header:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
@@ -103,33 +105,27 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def compact(result: Result) -> str:
-    """A result as JSON, with one line for each fact, entry and figure, and four digits of each float."""
-    facts = [f" {json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in result.items() if key != "entries"]
-    return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, result["entries"]))]) + "\n}\n"
+    """A result as JSON with four digits of each float; every figure has a line of its own."""
+    rounded = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    entries = rounded.pop("entries")
+    facts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]
+    return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, entries))]) + "\n}\n"
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry on one line and each of its figures on one line. A figure does not repeat values of its entry."""
-    facts = json.dumps({key: _rounded(value) for key, value in entry.items() if key not in FIGURES})
+    """An entry as JSON, with a line for each figure, without the values of SHARED."""
+    facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
 
 
 def _figure_line(figure: dict[str, Any]) -> str:
-    return json.dumps({key: _rounded(value) for key, value in figure.items() if key not in SHARED})
+    return json.dumps({key: value for key, value in figure.items() if key not in SHARED})
 
 
 def _lines(lines: Iterable[str]) -> str:
     found = list(lines)
     return "[\n" + ",\n".join(found) + "\n]" if found else "[]"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read(folder: Path = RESULTS) -> list[Result]:
@@ -138,7 +134,7 @@ def read(folder: Path = RESULTS) -> list[Result]:
 
 
 def load(path: Path) -> Result:
-    """The result of a file that `write` wrote, with complete figures."""
+    """The result in a file that `write` wrote; figures have the values of SHARED again."""
     result: Result = json.loads(path.read_text())
     for entry in result["entries"]:
         shared = {key: entry[name] for key, name in SHARED.items()}
@@ -152,12 +148,12 @@ def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
 
 
 def stale(result: Result, root: Path = ROOT) -> list[str]:
-    """Operations and backends of a result whose sources changed since."""
+    """ "kwta cuda": the operations and backends of a result whose sources have changed since."""
     return sorted({f"{each['operation']} {each['backend']}" for each in result["entries"] if is_stale(each, root)})
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """The state of one operation and backend in the ledger. The newest result that contains them counts."""
+    """The state of one operation and backend, from the newest result that has them."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":
@@ -175,11 +171,15 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 
 
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
-    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition."""
+    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
+
+    With other operations of its file the oldest date counts, and one stale result is enough. But an operation that was
+    not executed itself has the state "never run on a GPU".
+    """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
-    if backend not in known.get(ALIASES.get(op, op), {}):  # results of other operations of the same file do not count
+    if backend not in known.get(ALIASES.get(op, op), {}):
         return "never run on a GPU"
     date = min(known[name][backend]["date"] for name in same)
     if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):

@@ -1,4 +1,4 @@
-"""Measures verified kernels: jobs, their samples, and the figures computed from them."""
+"""Measures verified kernels: plans jobs, takes samples of their time, and computes figures from the samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moe_kernels import info
 from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
-TOLERANCE = 0.05  # largest allowed `_difference` of two outputs: far above rounding, as ties may be broken differently
-JOB_SECONDS = 60  # limit for one job; a job that compiles four kernels takes 20 s
+TOLERANCE = 0.05  # largest allowed `_difference` of two outputs; far above rounding, as ties may be broken differently
+JOB_SECONDS = 60  # limit of one job; a job that compiles four kernels takes 20 s
 
 Figure = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]
@@ -31,10 +31,12 @@ Ceilings = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Request:
-    """Selects the measurements: a set of shapes and its routings, dtypes, CPU threads, peers (None: all), curves.
+    """Selects what is measured.
 
-    curves: also the scaling curve of every operation: forward, in the first dtype, on the most threads.
-    first: a set of shapes measured before `shapes`, only in the narrowest dtype: in float32 a job of these sizes takes
+    shapes: name of a set of shapes. routings: of these, the shapes with one of these routings, or without routing.
+    peers: parts of the names of peers; None: all.
+    curves: also measure the set "scaling" of every operation: forward, in its first dtype, on the most threads.
+    first: name of a set that is measured before `shapes`, in the narrowest dtype alone, since in float32 its jobs take
         seconds.
     """
 
@@ -49,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """Calls that are timed together: one operation, shape, dtype, direction and number of CPU threads."""
+    """Calls that are timed in turns: an operation on a shape, by each of `backends` and by the peers."""
 
     op: str
     shape: Shape
@@ -58,7 +60,7 @@ class Job:
     device: str
     threads: int
     backends: tuple[str, ...]
-    curve: bool = False
+    curve: bool = False  # the figures are points of a scaling curve
 
     def __str__(self) -> str:
         where = setting(self.device, self.threads)
@@ -67,9 +69,9 @@ class Job:
 
 @dataclass
 class Found:
-    """Results of jobs: figures, points of the scaling curves, and a line with the reason for each figure left out.
+    """Results of jobs: figures, points of the scaling curves, and lines with the reasons why others are left out.
 
-    failed: errors of kernels that were right on the verified shapes, by operation, backend and dtype.
+    failed: errors of kernels that passed the verification, by operation, backend and dtype.
     """
 
     figures: list[Figure] = field(default_factory=list)
@@ -85,12 +87,12 @@ class Found:
 
 
 def setting(device: str, count: int) -> str:
-    """The setting of a figure and key of its ceilings: "cuda" or "2 threads"."""
+    """ "cuda", "1 thread" or "2 threads": the setting of a figure, and the key of its ceilings."""
     return "cuda" if device == "cuda" else f"{count} thread{'s' * (count > 1)}"
 
 
 def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
-    """The jobs of verified kernels in the requested dtypes, and the reasons why other kernels are not measured."""
+    """The jobs of verified kernels in the requested dtypes, and lines with the reasons why others are left out."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
     left_out = []
     for row in rows:
@@ -108,11 +110,14 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
         shapes = _shapes(op, request.shapes, device, request.routings)
-        if request.first and name == min(set(request.dtypes) & {dtype_name(each) for each in entry.dtypes}, key=_width):
+        narrowest = min(
+            (each for each in entry.dtypes if dtype_name(each) in request.dtypes), key=lambda each: each.itemsize
+        )
+        if request.first and dtype == narrowest:
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
-            left_out.append(f"{op}: has no shapes called {request.shapes} with that routing")
+            left_out.append(f"{op}: has no shapes called {request.shapes} with the requested routing")
         jobs += [
             job(shape=shape, direction=direction, threads=count)
             for count in threads
@@ -126,10 +131,6 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
                 left_out.append(f"{op}: has no shapes called scaling")
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
     return jobs, list(dict.fromkeys(left_out))
-
-
-def _width(name: str) -> int:
-    return getattr(torch, name).itemsize
 
 
 def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[Shape]:
@@ -151,7 +152,7 @@ def reason_against(row: Row) -> str:
 
 
 def ceilings(jobs: list[Job]) -> Ceilings:
-    """Copy in GB/s and products in GFLOP/s, by setting and dtype."""
+    """For each setting the measured speed of a copy in GB/s and of matrix products by dtype in GFLOP/s."""
     found: Ceilings = {}
     for device, count in sorted({(job.device, job.threads) for job in jobs}):
         dtypes = sorted({job.dtype for job in jobs if job.device == device}, key=str)
@@ -161,8 +162,7 @@ def ceilings(jobs: list[Job]) -> Ceilings:
 
 
 def round_robin(jobs: list[Job]) -> list[Job]:
-    """One job of every operation and dtype, narrow dtypes first, then the next job of each, and the curves last: if the
-    time runs out, every operation has some figures."""
+    """Takes the operations and dtypes in turns, narrow dtypes first and curves last, in case the time runs out."""
     groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
         groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
@@ -181,18 +181,19 @@ def run(
     until: float = math.inf,
     worker: Worker | None = None,
 ) -> Iterator[Found]:
-    """Measures each job for `budget` seconds, one figure for each backend; no job starts after `until`.
+    """Measures each job for `budget` seconds, with a figure for each backend; no job starts after `until`.
 
-    worker: the process that measures, so that a kernel that crashes the CUDA context or runs over JOB_SECONDS does not
-        end the other jobs.
-    If a job fails on a GPU, each of its kernels is measured alone and without peers, to find the one that fails.
+    worker: the process that measures. A kernel that makes the GPU unusable or takes over JOB_SECONDS then ends its own
+        job alone.
+
+    If a job fails on a GPU, each of its kernels is measured alone and without peers, to find those that fail.
     """
 
     def measure_job(job: Job, peers: tuple[str, ...] | None) -> Found:
         arguments = job, limits, budget, peers
         if worker is None:
             return measure_one(*arguments)
-        left = until - time.monotonic() + 5  # a job that began in time may finish its inputs and warm-up
+        left = until - time.monotonic() + 5  # 5 s more, for a job that begins just before `until`
         try:
             return worker(measure_one, *arguments, seconds=min(left, JOB_SECONDS))
         except WorkerLost as lost:
@@ -218,12 +219,12 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     try:
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
-    except torch.cuda.OutOfMemoryError:  # inputs or peers may be the cause, so the kernel has not failed
+    except torch.cuda.OutOfMemoryError:  # the kernel has not failed: inputs or peers may be the cause
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
-    except Exception as raised:  # the jobs before it keep their figures
+    except Exception as raised:
         return _failed(job, error_text(raised), found)
     finally:
-        if job.device == "cuda":  # the next job has other sizes and cannot use this one's blocks
+        if job.device == "cuda":  # cached blocks may be useless for the sizes of the next job
             torch.cuda.empty_cache()
     memcpy = samples.pop(MEMCPY)
     kernels = {name: samples.pop(name) for name in job.backends}
@@ -243,7 +244,7 @@ def _failed(job: Job, why: str, found: Found | None = None) -> Found:
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name; memory and, on a GPU, launch time and telemetry of each kernel."""
+    """Samples of kernels, peers and memcpy by name, and by kernel the other values of its figure (memory, sensors)."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
@@ -285,7 +286,7 @@ def _samples(
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
-    """Reports kernels that differ from PyTorch at a size that was not verified; tied choices may be the cause."""
+    """Reports kernels whose output differs from that of PyTorch's composition; other choices at ties may cause it."""
     name = next((name for name in others if name in ENTRIES[job.op].peers), None)
     if name is not None:
         expected = others[name](inputs)
@@ -298,40 +299,37 @@ def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found
 def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
 ) -> Calls:
-    """The peers that run here; those of other packages only if they give the same result as the kernel."""
+    """The peers that run here. Those of other packages must also agree with the kernel."""
     entry = ENTRIES[job.op]
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
-        if job.direction not in by_direction:
-            continue
-        # The tests compare PyTorch's compositions; a kernel of another package may run here for the first time.
-        missing |= _wrong(name, by_direction[job.direction], None if name in entry.peers else kernel, inputs)
-        if name not in missing:
-            chosen[name] = by_direction[job.direction]
+        if job.direction in by_direction:
+            # Tests compare PyTorch's compositions with the kernels; other packages may run for the first time.
+            wrong = _wrong(by_direction[job.direction], None if name in entry.peers else kernel, inputs)
+            if wrong:
+                missing[name] = wrong
+            else:
+                chosen[name] = by_direction[job.direction]
     for name, reason in missing.items():
         found.left_out.append(f"peer {name} of {job.op}: {reason}")
     return chosen
 
 
-def _wrong(
-    name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs
-) -> dict[str, str]:
-    """{name: reason} if a peer fails or its result differs from the kernel's by more than TOLERANCE."""
+def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs) -> str:
+    """The reason why a peer is not compared: it raises or, if `kernel` is given, differs from it by over TOLERANCE."""
     try:
         got = peer(inputs)
     except Exception as raised:
-        return {name: f"fails: {error_text(raised)}"}
-    if kernel is None:
-        return {}
-    off = _difference(kernel(inputs), got)
-    return {} if off <= TOLERANCE else {name: f"gives another result, off by {off:.2g} of its norm"}
+        return f"fails: {error_text(raised)}"
+    off = _difference(kernel(inputs), got) if kernel else 0.0
+    return "" if off <= TOLERANCE else f"gives another result, off by {off:.2g} of its norm"
 
 
 def _difference(found: object, expected: object) -> float:
     """Norm of the difference over the norm of the expected tensor, the largest over the tensors of two outputs.
 
-    Infinite if the numbers or shapes of tensors differ, or either output has a NaN.
+    Infinite if the numbers or shapes of tensors differ, or a difference is NaN.
     """
     pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (found, expected))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
@@ -341,7 +339,7 @@ def _difference(found: object, expected: object) -> float:
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:
-    """The tensors that a call returned."""
+    """The tensors that a call returned, detached."""
     found = output if isinstance(output, tuple | list) else (output,)
     return [each.detach() for each in found if isinstance(each, torch.Tensor)]
 
@@ -354,10 +352,10 @@ def figure(
     memcpy: timing.Sample,
     limit: dict[str, float],
 ) -> Figure:
-    """The figure of one kernel: microseconds (with the 10th and 90th percentile), GB/s, GFLOP/s and ratios.
+    """The figure of one kernel: microseconds (median, 10th and 90th percentile), GB/s, GFLOP/s and ratios.
 
-    ceiling_percent: the least time that this machine's copy and product ceilings allow, over the time taken.
-    over_memcpy: times as long as a copy of the least bytes. peers: times as fast as each.
+    ceiling_percent: the least time at the speeds of `limit`, over the time taken. over_memcpy: the time over that of a
+    copy that moves as many bytes. peers: how many times as fast as each.
     """
     entry = ENTRIES[job.op]
     size, flops = entry.least_bytes(job.shape, job.dtype, job.direction), entry.flops(job.shape, job.direction)
@@ -386,7 +384,7 @@ def figure(
 
 
 def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
-    """One run as data: the machine, and for each operation, backend and dtype its sources, verdict and figures."""
+    """The result of one run: the machine, and an entry for each row that ran, with its figures."""
     facts = info.machine()
     entries = []
     for row in rows:
@@ -411,5 +409,5 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
 
 
 def _of(row: Row, figures: list[Figure]) -> list[Figure]:
-    key = {"op": row.operation, "backend": row.backend, "dtype": row.dtype}
-    return [each for each in figures if all(each[name] == value for name, value in key.items())]
+    key = (row.operation, row.backend, row.dtype)
+    return [each for each in figures if (each["op"], each["backend"], each["dtype"]) == key]

@@ -23,7 +23,7 @@ _THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left ou
 
 
 def missing() -> str:
-    """Why NVML or its handle of the GPU is missing; empty if both are there. Sensors may still be hidden (`watch`)."""
+    """The reason why NVML cannot be used; empty if it can, though single sensors may still be missing."""
     try:
         import pynvml
     except ImportError:
@@ -37,10 +37,10 @@ def missing() -> str:
 
 
 def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Readings while `launch` is repeated for `seconds` (one reading at least); empty if NVML or a sensor is missing.
+    """Reads the sensors while `launch` is repeated for `seconds`; empty if NVML or a sensor but energy is missing.
 
     calls: number of calls of the kernel in one launch. Returns medians of clocks in MHz, power in W and temperature in
-    C, all throttle reasons seen, and joules for each call if the GPU counts its energy (Volta and later).
+    degrees Celsius, all throttle reasons seen and, if the GPU counts its energy (Volta and later), joules a call.
     """
     if missing():
         return {}
@@ -68,7 +68,7 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
 
 
 def _handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's GPU 0, by its uuid, as NVML may number GPUs otherwise; NVML's GPU 0 without a uuid."""
+    """NVML's handle of torch's GPU 0, by uuid, since NVML may number GPUs otherwise; by index if torch has no uuid."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -1,7 +1,7 @@
-"""Peers from other packages: one function `inputs -> output` for each; a report lists missing ones with the reason.
+"""Peers, implementations of an operation in other packages: one function `inputs -> output` for each.
 
-PyTorch's own compositions are in the operation's Entry. Packages that cannot be compared are listed here too, with the
-reason. A peer whose result differs from the kernel's is not compared (see measure).
+The report lists peers that cannot run, with the reason. Compositions of PyTorch's operations are in the operation's
+Entry.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moe_kernels.verify import dtype_name
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation. reason: why it cannot be compared on any machine, or empty.
+    """One implementation, which needs the package `module`.
 
-    device: the only device type that it takes, or empty for all.
+    device: the only device type that the peer takes; empty: all. reason: why it cannot be compared on any machine.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Peer:
     reason: str = ""
 
     def missing(self, device: str, dtype: torch.dtype) -> str:
-        """The reason why it cannot run here; empty if it can."""
+        """The reason why the peer cannot run here; empty if it can."""
         if self.reason:
             return self.reason
         if self.device and self.device != device:
@@ -41,7 +41,13 @@ class Peer:
         return "" if importlib.util.find_spec(self.module) else f"{self.module} is not installed"
 
 
-PACKAGES: dict[str, list[Peer]] = {}
+PACKAGES: dict[str, list[Peer]] = {
+    "sinkhorn": [Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")],
+    "expert_mlp": [
+        Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan"),
+        Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU"),
+    ],
+}
 
 
 def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[[Inputs], object]], object]:
@@ -80,7 +86,7 @@ def available(
 
 
 def known(entries: dict[str, Entry]) -> set[str]:
-    """The names of all peers, also of missing ones."""
+    """The names of all peers, also of those that cannot run here."""
     own = {name for entry in entries.values() for name in entry.peers}
     return own | {each.name for packages in PACKAGES.values() for each in packages}
 
@@ -91,7 +97,9 @@ def _pot(inputs: Inputs) -> object:
 
     log_k = inputs["leaf"] / inputs["tau"]
     options = {"max_iter": inputs["R"], "tol": 0.0, "grad": "autodiff"}
-    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]  # POT's rows sum to 1 / n
+    return (
+        bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]
+    )  # in POT's result rows and columns sum to 1 / n
 
 
 @peer("dispatch", "megablocks gather", "megablocks", device="cuda")
@@ -109,12 +117,3 @@ def _megablocks_scatter(inputs: Inputs) -> object:
     weights, offsets = inputs["leaf_weights"].flatten(), inputs["plan"].expert_offsets[1:]
     slots, experts = inputs["row_slot"], inputs["row_expert"]
     return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
-
-
-NOT_COMPARABLE = (
-    ("sinkhorn", Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")),
-    ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan")),
-    ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU")),
-)
-for _op, _peer in NOT_COMPARABLE:
-    PACKAGES.setdefault(_op, []).append(_peer)

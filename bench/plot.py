@@ -52,7 +52,7 @@ def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
-    """A row for each setting: on the right GFLOP/s under the roofs, on the left GB/s of operations without FLOPs."""
+    """For each setting GB/s of operations without FLOPs on the left, and GFLOP/s of others on the right."""
     settings = _unique(each["setting"] for each in figures)
     canvas, axes = plt.subplots(
         len(settings), 2, figsize=(11, 4.2 * len(settings)), width_ratios=(1, 3), squeeze=False, layout="constrained"
@@ -101,8 +101,7 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """How many times as fast as each peer: a bar from the smallest to the largest ratio over the shapes, and the median
-    (the higher of the two middle ratios if their number is even)."""
+    """Bars of the ratios to each peer, from the smallest to the largest over the shapes, with their upper median."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():
@@ -130,8 +129,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time of backends and peers over the size that varies, and the floor: the least time that the operation's bytes
-    and FLOPs allow at the measured ceilings. Peers and floor are from the figures of the last backend."""
+    """Time of backends, peers and floor (the least time at the ceilings) against the size that varies."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -148,6 +146,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
             line = [each for each in selected if each["backend"] == backend]
             sizes = [each["sizes"][name] for each in line]
             axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
+        # Peers and floor are from the figures of the last backend.
         for peer in dict.fromkeys(name for each in line for name in each["peers"]):
             axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
         floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]

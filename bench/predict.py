@@ -1,10 +1,10 @@
-"""Predicts from counts the least time of every kernel on a GPU, and the resource that limits it. Nothing is measured.
+"""Predicts from counts (bench/counting.py) the least time of every kernel on a GPU, and the resource that limits it.
 
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    instructions of all warps, at 4 per cycle and multiprocessor: the count of PTX instructions times a factor
-             to SASS from static counts, 0.9 for kernels with matrix instructions and 1.3 for others
+    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated from static
+             counts: 0.9 times that of PTX instructions in kernels with matrix instructions, 1.3 times in others
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import counting, ledger
-from bench.tables import markdown
+from bench.tables import markdown, microseconds
 
-INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX, without and with matrix instructions
+INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one PTX instruction, without and with matrix instructions
 WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
 BOUNDS = ("DRAM", "issue", "tensor")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a GPU. tflops: dense peaks of matrix instructions, by the dtype of their factors."""
+    """A GPU's data. tflops: dense peaks of matrix instructions in TFLOP/s, by the dtype of their factors."""
 
     name: str
     multiprocessors: int
@@ -37,7 +37,7 @@ class Gpu:
     tflops: dict[str, float]
 
     def peak(self, dtype: str) -> float:
-        """Peak in FLOP/s. On tensor cores float32 products run as TF32."""
+        """Peak of the matrix instructions in FLOP/s; those of float32 calls multiply TF32."""
         name = "tf32" if dtype == "float32" else dtype
         if name not in self.tflops:
             raise ValueError(f"bench predict: {self.name} has no TFLOP/s for {name}, only {', '.join(self.tflops)}")
@@ -53,11 +53,11 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Predicted microseconds of one launch at the full shape, for each resource in BOUNDS."""
+    """The prediction for one launch at the full shape. us: microseconds for each resource in BOUNDS."""
 
     kernel: str
     us: tuple[float, float, float]
-    factor: float  # SASS instructions for one of PTX
+    factor: float  # SASS instructions for one PTX instruction
     instructions: float  # PTX instructions of all warps
 
     @property
@@ -71,11 +71,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one call. measured_over_predicted: ratio of times; None if no result of that GPU has the call."""
+    """The prediction for one call. measured_over_predicted: None if no result of that GPU has the call."""
 
-    count: dict[str, Any]
+    count: dict[str, Any]  # from counting.count
     launches: tuple[Launch, ...]
-    stale: bool
+    stale: bool  # the sources have changed since the count
     measured_over_predicted: float | None = None
 
     @property
@@ -84,18 +84,18 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The resource whose launches take the most time together."""
+        """The resource that limits the launches with the largest share of the time."""
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 
     @property
     def instructions_per_element(self) -> float:
-        """PTX instructions of all threads (32 for one of a warp) over the elements of the largest input."""
+        """PTX instructions of all threads, 32 for each warp instruction, over the elements of the largest input."""
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
-    """The prediction for one launch. counts: those of this launch; counted: those of its call (counting.count)."""
+    """The prediction for one launch. counts: the launch's counts. counted: the call's, from counting.count."""
     scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])
@@ -107,7 +107,7 @@ def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
 
 
 def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[Prediction]:
-    """A prediction for every count; `stale` marks counts of sources that have changed."""
+    """A prediction for every stored count."""
     found, kept = [], list(results)
     for each in counting.read(root):
         stale = each["sources"] != ledger.digest(each["operation"], each["backend"], root)
@@ -147,13 +147,13 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
         ratio = "" if each.measured_over_predicted is None else f"{each.measured_over_predicted:.2f}"
         for one in each.launches:
             per_element = 32 * one.instructions / count["grows"] / count["elements"]
-            times = (*(_us(us) for us in one.us), _us(one.least), one.bound)
+            times = (*(microseconds(us) for us in one.us), microseconds(one.least), one.bound)
             alone = ratio if len(each.launches) == 1 else ""
             found.append((*key, one.kernel, f"{per_element:.1f}", f"{one.factor}", *times, alone))
         if len(each.launches) > 1:
-            sums = [_us(sum(one.us[i] for one in each.launches)) for i in range(3)]
+            sums = [microseconds(sum(one.us[i] for one in each.launches)) for i in range(3)]
             per_element = each.instructions_per_element
-            found.append((*key, "all", f"{per_element:.1f}", "", *sums, _us(each.us), each.bound, ratio))
+            found.append((*key, "all", f"{per_element:.1f}", "", *sums, microseconds(each.us), each.bound, ratio))
     return found
 
 
@@ -161,23 +161,25 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """The README's table: the first forward call of every operation, in bfloat16 if that was counted."""
+    """The README's table: of every operation the first forward call that is not stale, in bfloat16 if there is one."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
         better = key in found and found[key].count["dtype"] != each.count["dtype"] == "bfloat16"
         if each.count["direction"] == "forward" and not each.stale and (key not in found or better):
             found[key] = each
-    cells: dict[tuple[str, ...], dict[str, str]] = {}  # a row for each dtype and shape, should the backends' differ
+    cells: dict[
+        tuple[str, ...], dict[str, str]
+    ] = {}  # the backends of an operation share a row if dtype and shape agree
     for (op, backend), each in found.items():
         row = cells.setdefault((f"`{op}`", each.count["dtype"], each.count["shape"]), {})
-        row[backend] = f"{_us(each.us)} {each.bound}"
+        row[backend] = f"{microseconds(each.us)} {each.bound}"
     lines = [(*key, row.get("triton", "-"), row.get("cuda", "-")) for key, row in cells.items()]
     return markdown(SHORT, lines) if lines else ""
 
 
 def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
-    """The report's section of predictions; only the ratios in its last column are measured."""
+    """The report's section of predictions; the ratios in its last column come from measurements."""
     kept, parts = list(results), list[str]()
     for gpu in GPUS.values():
         found = rows(predict(gpu, kept, root))
@@ -188,17 +190,13 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 
 HOW = """\
 Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
-and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes. If torch computes
-the products, bytes of the other launches scale with that number too, as these read no weights. *DRAM*: each sector
-once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor.
-*tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted:
-stalls, the cost of a launch, products of torch's own library."""
+and FLOPs are scaled by the number of rows, tokens, experts or matrices, bytes by the operation's least bytes. If torch
+computes the products, the other launches read no weights; their bytes are scaled as instructions are. *DRAM*: bytes
+over the bandwidth, each sector once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a
+cycle and multiprocessor. *tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of
+the three. Not predicted: stalls, the cost of a launch, products of torch's own library."""
 
 
 def figures(gpu: Gpu) -> str:
     peaks = ", ".join(f"{name} {value:g} TFLOP/s" for name, value in gpu.tflops.items())
     return f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.ghz:g} GHz, {gpu.gb_per_s:g} GB/s, {peaks}"
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""python -m bench predict"""
+"""The command `python -m bench predict`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import typer
 from bench import counting, ledger, predict
 from bench.console import console, known_words, print_table, words
 
-Several = Annotated[list[str] | None, typer.Option(help="Repeated, or with commas. Default: all.")]
+Several = Annotated[
+    list[str] | None, typer.Option(help="Repeat the option, or separate values with commas. Default: all.")
+]
 
 
 def predict_command(
     gpu: Annotated[
-        str, typer.Option(help=f"{', '.join(predict.GPUS)}, or any name with the figures of the options below.")
+        str, typer.Option(help=f"{', '.join(predict.GPUS)}, or any name with the data of the next four options.")
     ] = "A100",
-    sms: Annotated[int | None, typer.Option("--sms", min=1, help="Its multiprocessors.")] = None,
-    ghz: Annotated[float | None, typer.Option("--ghz", help="Its clock.")] = None,
-    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", help="Bandwidth of its memory.")] = None,
+    sms: Annotated[int | None, typer.Option("--sms", min=1, help="Number of multiprocessors.")] = None,
+    ghz: Annotated[float | None, typer.Option("--ghz", help="Clock in GHz.")] = None,
+    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", help="Bandwidth of the memory in GB/s.")] = None,
     tflops: Annotated[
-        list[str] | None, typer.Option("--tflops", help="Dense peaks: bfloat16=312,float16=312,tf32=156.")
+        list[str] | None, typer.Option("--tflops", help="Dense peaks in TFLOP/s: bfloat16=312,float16=312,tf32=156.")
     ] = None,
     op: Several = None,
     backend: Several = None,
-    count: Annotated[bool, typer.Option("--count", help="Count again: executes the kernels' PTX, minutes.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Count again: executes the kernels' PTX for minutes.")] = False,
     verified: Annotated[bool, typer.Option("--verify", help="Also verify the executed PTX, for the ledger.")] = False,
 ) -> None:
     """Predicts the least time of every GPU kernel from counts of executed PTX; nothing is measured.
 
-    Counts are stored in bench/results/ptx with the hash of their sources. --count and --verify run the executor of
-    tests/ptx and so need a checkout.
+    Counts are stored in bench/results/ptx with the hash of the kernels' sources. --count and --verify need a checkout,
+    since tests/ptx executes the PTX.
     """
     ops, kernels = words(op), known_words("--backend", words(backend), ledger.GPU_BACKENDS) or ledger.GPU_BACKENDS
     known_words("--op", ops, {case.operation for case in counting.cases()})
@@ -51,13 +53,13 @@ def predict_command(
 
 
 def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:
-    """A known GPU, with the given figures in place of its own; or a new one with these figures."""
+    """A known GPU, with the given values in place of its own, or a new one with these values."""
     base = predict.GPUS.get(name)
     given = {"multiprocessors": sms, "ghz": ghz, "gb_per_s": gb_per_s}
     peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}
     if base is None and (None in given.values() or not peaks):
         raise typer.BadParameter(
-            f"--gpu {name} is not one of {', '.join(predict.GPUS)}: give --sms, --ghz, --gb-per-s and --tflops"
+            f"--gpu {name} is not one of {', '.join(predict.GPUS)}: give all of --sms, --ghz, --gb-per-s and --tflops"
         )
     figures = {key: value for key, value in given.items() if value is not None}
     if base is None:
@@ -66,7 +68,7 @@ def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, 
 
 
 def _count(ops: tuple[str, ...], backends: tuple[str, ...]) -> None:
-    """Counts the cases of these operations and backends, and keeps the stored counts of all others."""
+    """Counts and stores the cases of these operations and backends; stored counts of others stay."""
     wanted = [case for case in counting.cases() if not ops or case.operation in ops]
     names = {case.operation for case in wanted}
     kept = [each for each in counting.read() if each["operation"] not in names or each["backend"] not in backends]

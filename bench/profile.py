@@ -1,11 +1,10 @@
 """Profiles one operation with torch.profiler: a trace, and the time of each kernel compared with the floor.
 
-The floor is the least time that this machine's measured speeds of a copy and of a matrix product allow for the call.
+The floor is the least time of the call at this machine's measured speeds of a copy and of a matrix product.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -20,16 +19,16 @@ from bench import measure, tracing
 from bench.ledger import ROOT
 from bench.registry import ENTRIES
 from moe_kernels.info import placement
-from moe_kernels.verify import KERNELS, dtype_name, error_text, threads
+from moe_kernels.verify import KERNELS, dtype_name, threads
 
 CALLS = 10
 
 
 class Line(NamedTuple):
-    """One kernel: launches and microseconds a call, its share of all kernels' time, its time divided by the floor.
+    """One kernel: launches and microseconds a call, share of all kernels' time, and microseconds over the floor.
 
-    On a CPU the profiler's wall clock includes the load of the machine, so the microseconds are this kernel's share of
-    the call's measured time. launches: on a GPU only.
+    On a CPU the profiler's wall clock includes the load of the machine. There `us` is the kernel's share of the time
+    that the bench measured, and `launches` is None.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """us: the call's time as the bench measures it. floor_us: the floor of the call."""
+    """us: microseconds of the call, as the bench measures them. trace: path of the trace."""
 
     lines: list[Line]
     us: float
@@ -53,10 +52,7 @@ def name_of(job: measure.Job) -> str:
 
 
 def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
-    """Measures the job, traces CALLS of its calls, and writes the trace for chrome://tracing or Perfetto.
-
-    File: <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json.
-    """
+    """Measures the job, traces CALLS calls, and writes the trace, which chrome://tracing and Perfetto show."""
     limits = measure.ceilings([job])
     (found,) = measure.run([job], limits, seconds, ())
     if not found.figures:
@@ -71,7 +67,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
-    if job.device == "cuda":  # only this block is traced by Nsight Compute (see tools)
+    if job.device == "cuda":  # only this block is traced by Nsight Compute (see nsight_compute)
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
@@ -89,11 +85,11 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches a call and microseconds a call (without its children) of every event that takes time itself."""
+    """Name, number a call and own microseconds a call of every event that takes time without its children."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
-            continue  # its time is the time of its kernels, which are separate events
+            continue  # the time of an operator is that of its kernels, which are events too
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us > 0:
             found.append((event.key, event.count / CALLS, us / CALLS))
@@ -105,51 +101,29 @@ def _call(job: measure.Job) -> Callable[[], object]:
     return partial(entry.kernel(job.backends[0])[job.direction], entry.inputs(job.shape, job.dtype, job.device))
 
 
-def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
-    """The files that Nsight Compute and Triton's proton wrote, or why they did not run.
+def nsight_compute(job: measure.Job, arguments: list[str], folder: Path) -> str:
+    """The path of Nsight Compute's report, or why there is none.
 
-    arguments: the command line that repeats this profile.
+    arguments: the options of `bench profile` with which Nsight Compute starts it again.
     """
-    found = {}
     program = shutil.which("ncu")
-    if job.device != "cuda":
-        return dict.fromkeys(("Nsight Compute", "proton"), "not run: no GPU")
-    if program is None:
-        found["Nsight Compute"] = "not run: ncu is not installed"
-    else:
-        out = folder / f"{name_of(job)}.ncu-rep"
-        profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        # Profiling starts off: else --launch-count would also count launches that prepare inputs and measure ceilings.
-        options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
-        command = [program, *options, "--export", str(out), *profile_again]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
-        found["Nsight Compute"] = str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
-    found["proton"] = _proton(job, folder)
-    return found
-
-
-def _proton(job: measure.Job, folder: Path) -> str:
-    if importlib.util.find_spec("triton.profiler") is None:
-        return "not run: triton.profiler is not installed"
-    from triton import profiler as proton
-
-    name, call = str(folder / name_of(job)), _call(job)
-    try:
-        proton.start(name)
-        for _ in range(CALLS):
-            call()
-        proton.finalize()
-    except Exception as raised:  # the driver denies it, or another profiler runs
-        return f"failed: {error_text(raised)}"
-    return f"{name}.hatchet"
+    if job.device != "cuda" or program is None:
+        return "not run: " + ("no GPU" if job.device != "cuda" else "ncu is not installed")
+    out = folder / f"{name_of(job)}.ncu-rep"
+    # Off at the start: --launch-count would also count launches that prepare inputs and measure ceilings.
+    options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
+    profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
+    command = [program, *options, "--export", str(out), *profile_again]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    return str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:] or 'no output'}"
 
 
 def job_of(
     op: str, backend: str | None, dtype: str, direction: str, shapes: str, index: int, count: int
 ) -> tuple[measure.Job | None, str]:
-    """The job to profile, or the reason why there is none.
+    """The job to profile, on `backend` or the first one that runs, or the reason why there is none.
 
-    index: index of the shape in the set `shapes`. count: CPU threads.
+    index: of the shape in the set `shapes`. count: number of CPU threads.
     """
     places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
     for name, (device, _) in places.items():

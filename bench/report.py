@@ -1,15 +1,14 @@
-"""Results as Markdown tables: the generated sections of the README."""
+"""Results as Markdown tables, for the README, the documentation and the report."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import ledger, predict
-from bench.tables import markdown
+from bench.tables import markdown, microseconds
 from moe_kernels.backends import NAMES
 
 README = ledger.ROOT / "README.md"
@@ -29,9 +28,8 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
-    A cell is the range over the shapes of the speed relative to the fastest PyTorch composition (a peer with a name
-    that begins with "torch"); on a GPU also the range of the percentage of the ceiling. On a CPU only the first setting
-    measured is shown: by default one thread.
+    A cell has the range of `against_torch` over the shapes and, on a GPU, of the percentage of the ceiling. On a CPU
+    only the first number of threads is shown, by default one.
     """
     parts = []
     for result in results:
@@ -65,7 +63,7 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """The range over the shapes of the speed relative to the fastest PyTorch composition; empty if there is none."""
+    """How many times as fast as the fastest peer whose name begins with "torch", as a range; empty without one."""
     torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""
@@ -77,7 +75,7 @@ def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def table(rows: list[Sequence[str]], gpu: bool) -> str:
-    """Rows of `summary` as a Markdown table."""
+    """The rows that `summary` returns as a Markdown table."""
     gpu_columns = GPU_COLUMNS.values() if gpu else ()
     columns = "operation", "backend", "dtype", "direction", "shapes"
     return markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows)
@@ -86,7 +84,7 @@ def table(rows: list[Sequence[str]], gpu: bool) -> str:
 def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
     """A row for every direction of an entry, in its first setting, with ranges over the shapes.
 
-    Backward has no row if training, which contains it, was measured.
+    Backward has no row if training was measured, which contains it.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
@@ -96,7 +94,7 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        ratios: dict[str, list[float]] = {}  # a peer that is wrong on one shape has no ratio there
+        ratios: dict[str, list[float]] = {}  # of the shapes on which the peer was right
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
         peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())
@@ -123,7 +121,9 @@ FIGURE_HEADER = (
 def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]:
     """A figure as text for a table, in the order of FIGURE_HEADER."""
     busy = " !" if _unsteady(figure) else ""
-    spread = f"{_us(figure['us'])} ({_us(figure['low_us'])} to {_us(figure['high_us'])}){busy}"
+    spread = (
+        f"{microseconds(figure['us'])} ({microseconds(figure['low_us'])} to {microseconds(figure['high_us'])}){busy}"
+    )
     peers = ", ".join(f"{name} x{ratio:.3g}" for name, ratio in figure["peers"].items())
     return (
         figure["op"] + " (stale)" * stale,
@@ -140,10 +140,6 @@ def _unsteady(figure: dict[str, Any]) -> bool:
     return figure["high_us"] > UNSTEADY * figure["low_us"]
 
 
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """The text of a README with its generated sections updated.
 
@@ -157,11 +153,3 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
             raise ValueError(f"README has no section between <!-- {name}:begin --> and <!-- {name}:end -->")
         text = f"{text[: match.start()]}{match[1]}{section(results, root)}\n{match[2]}{text[match.end() :]}"
     return text
-
-
-def readme_diff(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
-    """The diff that updates the README; empty if it is up to date."""
-    text = readme.read_text()
-    wanted = rendered(text, ledger.read() if results is None else results, root)
-    lines = (text.splitlines(keepends=True), wanted.splitlines(keepends=True))
-    return "".join(difflib.unified_diff(*lines, fromfile="README.md", tofile="README.md, generated"))

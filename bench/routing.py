@@ -25,9 +25,10 @@ SHAPES = {
 
 
 def logits(shape: Shape, device: str) -> Tensor:
-    """Logits (T, E): the K largest of a row are K draws without replacement (Gumbel) from a distribution over experts.
+    """Logits (T, E): the K largest of a row are K draws without replacement from a distribution over the experts.
 
-    zipf: probability ~ rank^-1.2. adversarial: one expert has probability 1/2, the last quarter of the experts has 0.
+    zipf: the probability of expert i is proportional to (i + 1)^-1.2. adversarial: expert 0 has probability 1/2, the
+    last quarter of the experts has 0. uniform: all are equal.
     """
     experts = shape["E"]
     share = torch.ones(experts)
@@ -41,7 +42,7 @@ def logits(shape: Shape, device: str) -> Tensor:
 
 
 def loads(shape: Shape = QUICK[0]) -> dict[str, Any]:
-    """Number of choices of each expert under each kind of routing, the busiest expert first."""
+    """For each kind of routing the number of choices of each expert, the busiest expert first."""
     found = {}
     for kind in ROUTINGS:
         experts = logits({**shape, "routing": kind}, "cpu").topk(shape["K"], -1).indices
@@ -70,7 +71,7 @@ def _plan(inputs: Inputs, backend: str) -> object:
 
 
 def _torch_plan(inputs: Inputs) -> object:
-    """The plan's arrays from torch's stable sort. In an expert, rows of first choices precede those of second ones."""
+    """The plan's arrays by torch's stable sort; an expert's rows of first choices come before those of second ones."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
     requested = experts.T.flatten()
@@ -93,8 +94,7 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 
 def _bytes(forward: Any, backward: Any) -> Any:
-    """least_bytes of an entry. forward, backward: functions of T, D, E and K that return the numbers of elements and of
-    4-byte indices that the pass reads and writes."""
+    """least_bytes of an entry; both functions take T, D, E, K and return numbers of elements and of 4-byte indices."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -105,8 +105,7 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs of gates and plans, with D = 1, as they read no rows. With rows a set of Qwen3-30B would take 5 GB, and
-    timing.sets_for would allow 3 sets, not the 38 that it gives make_plan on an H100."""
+    """Inputs with D = 1, for gates and plans, which read no rows: those of Qwen3-30B would take 5 GB in each set."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 
@@ -119,9 +118,11 @@ def _entry(
     flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """leaves: names of the inputs that have gradients, then the name of the output's gradient.
+    """The entry of an operation with these inputs.
 
-    forward_moves, backward_moves: see _bytes. flops: FLOPs for each element of the rows (T K, D): forward, training.
+    leaves: names of the inputs that have gradients, then the name of the output's gradient.
+    forward_moves, backward_moves: see `_bytes`.
+    flops: for each element of the rows (T K, D), forward and in training.
     """
     *names, grad = leaves.split()
     return entry(
@@ -149,7 +150,7 @@ ENTRIES = {
     ),
     "make_plan": _entry(
         _plan,
-        "unused",  # in place of the gradient's name: without leaves there is no gradient
+        "unused",  # no leaves, so the gradient has no name
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),

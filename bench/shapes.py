@@ -17,8 +17,7 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# Models of the sets "aims": one with many narrow experts, one with fewer, and one with experts larger than L2 (W_in of
-# an expert: 117 MB in bfloat16).
+# Models of the set "aims". W_in of a Mixtral expert takes 117 MB in bfloat16, more than the L2 of an H100 (50 MB).
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
@@ -29,16 +28,16 @@ ROUTINGS = ("uniform", "zipf", "adversarial")
 
 
 def routed(sizes: list[Shape], routings: tuple[str, ...] = ROUTINGS) -> list[Shape]:
-    """Every size with every kind of routing."""
+    """The sizes, each with every kind of routing."""
     return [{**size, "routing": kind} for size in sizes for kind in routings]
 
 
 def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
-    """Shapes from the rows of a table, with the sizes in `names` alone, such as "TDEK"; without duplicates."""
+    """The rows of a table as shapes that have only the sizes in `names`, such as "TDEK"; without duplicates."""
     found = [{name: each["TDHEK".index(name)] for name in names} for each in table.values()]
     return [size for index, size in enumerate(found) if size not in found[:index]]
 
 
 def fewer_tokens(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with at most 2^25 elements in the rows (T K, D), as full size would take seconds."""
+    """The shape; on a CPU with at most 2^25 elements in the rows (T K, D), as the full size would take seconds."""
     return {**shape, "T": min(shape["T"], 2**25 // (shape["K"] * shape["D"]))} if device == "cpu" else shape

@@ -1,4 +1,4 @@
-"""Benchmarks of Sinkhorn's iteration: many small matrices and few large ones, at high and low temperature."""
+"""Benchmarks of Sinkhorn's iteration on many small and few large matrices, at high and low temperatures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 def _flops(shape: Shape, direction: str) -> int:
     """FLOPs of the form that scales rows and columns by vectors; a multiply-add counts as two.
 
-    For each element and iteration: 4 forward; in training 4 more to compute forward again, and 8 backward."""
+    An iteration has 4 for each element. Training has 16: forward twice, and 8 in backward.
+    """
     return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 
 

@@ -1,4 +1,4 @@
-"""The summary that a run prints: verdicts, a row for each operation and backend, and what was not measured."""
+"""The summary that a run prints: verdicts, a row for each operation and backend, and failures of the measurement."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench import ledger, report
 from moe_kernels.verify import Row
 
 HEADER = ("operation", "backend", "verified", "forward, x PyTorch", "training, x PyTorch", "% of the ceiling")
-OUT_OF_TIME = ": out of time"  # ends the lines of measure.py about figures for which no time was left
+OUT_OF_TIME = ": out of time"  # the end of measure.py's lines about jobs for which no time was left
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Lines with the number of kernels that agree, each one that does not, and the backends that did not run."""
+    """Lines with the number of kernels that agree, each kernel that does not, and the backends that ran nothing."""
     ran = [row for row in rows if row.verdict != "not run"]
     wrong = [row for row in ran if row.verdict == "FAILED"]
     lines = [f"{len(ran) - len(wrong)} of {len(ran)} kernels (operation, backend, dtype) agree with the definition"]
@@ -27,7 +27,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def rows(result: ledger.Result) -> list[tuple[str, ...]]:
-    """Rows under HEADER. Cells are ranges over shapes and dtypes, in the first setting measured, such as one thread."""
+    """Rows under HEADER. Cells are ranges over shapes and dtypes in the first setting, such as one thread."""
     kernels: dict[tuple[str, str], list[dict]] = {}
     for entry in result["entries"]:
         kernels.setdefault((entry["operation"], entry["backend"]), []).append(entry)
@@ -45,8 +45,8 @@ def _cells(entries: list[dict]) -> Iterable[str]:
 
 
 def missing(result: ledger.Result) -> list[str]:
-    """Lines with the kernels that failed during measurement and, if time ran out, the number of figures measured."""
+    """Lines with each kernel that failed while it was measured and, if the time ran out, with the number of figures."""
     late = sum(line.endswith(OUT_OF_TIME) for line in result["not_measured"])
     lines = [f"FAILED {entry['note']}" for entry in result["entries"] if entry["note"] in result["not_measured"]]
     taken = sum(len(entry["figures"]) + len(entry["curves"]) for entry in result["entries"])
-    return lines + ([f"{taken} of {taken + late} figures measured; the others had no time left"] if late else [])
+    return lines + ([f"{taken} figures measured; jobs for which no time was left: {late}"] if late else [])

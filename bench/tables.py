@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and their cells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; "|" in a cell becomes "/"."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def microseconds(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

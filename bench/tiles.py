@@ -1,6 +1,6 @@
-"""Times the tiles of the grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does, at the shapes of set "aims".
+"""Times the candidate tiles of Triton's grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does.
 
-The default tiles were chosen by arithmetic (see _grouped_configs); these measurements confirm or correct them.
+The default tiles in moe_kernels/backends/triton/_grouped_configs.py were computed, not measured.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bench.registry import ENTRIES
 from bench.worker import Worker, WorkerLost
 
 Line = dict[str, Any]
-SECONDS = 240  # the first run of a shape compiles some 30 kernels in 3 to 4 s each
+SECONDS = 240  # limit for a shape, which compiles some 30 kernels in 3 to 4 s each
 
 
 def timings(shape: Shape, activation: str) -> list[Line]:
-    """Milliseconds of every tile of all products in a training step of an expert MLP in bfloat16."""
+    """Milliseconds of the candidate tiles of each product in a training step of an expert MLP in bfloat16."""
     import moe_kernels as mk
     from moe_kernels.backends.triton._grouped_configs import timed
 
@@ -44,7 +44,7 @@ def timings(shape: Shape, activation: str) -> list[Line]:
 
 
 def sweep() -> Iterator[list[Line]]:
-    """`timings` of the shapes of set "aims" with uniform routing; if a shape fails, one line with the error."""
+    """`timings` of each shape of set "aims" with uniform routing; if they fail, one line with the error."""
     with Worker() as worker:
         for shape in SHAPES["aims"]:
             for activation in ("swiglu", "gelu"):

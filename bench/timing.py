@@ -1,9 +1,10 @@
 """Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around the replay of a graph.
 
-The speed of a shared machine changes by a factor of two within seconds. Ratios stay right if the compared calls take
-turns, in a new random order each round: drift and cache contents then affect all of them alike. With one thread, the
-time that the thread waited for a core is subtracted. With two busy neighbours the median by wall clock doubles; after
-the subtraction it changes by under a tenth. Several threads also wait for each other, so nothing is subtracted there.
+The speed of a shared machine changes by a factor of two within seconds. So the compared calls take turns, in a new
+random order each round: drift and cache contents then affect all of them alike, and ratios stay right. With one
+thread, the time that the thread waited for a core is subtracted. Beside two busy processes the median by wall clock
+doubles; with the subtraction it changes by under a tenth. Several threads also wait for each other, so nothing is
+subtracted from their time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from moe_kernels.verify import dtype_name
 
-SAMPLE_SECONDS = 200e-6  # a sample repeats its call until it lasts this long: a hundred times the clock's cost
+SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, 100 times the cost of the clock
 FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS are enough once ten times the budget is spent
 
 
@@ -46,7 +47,7 @@ class Sample:
 def interleave(
     measures: Mapping[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Sample]:
-    """Calls every measure (each returns seconds of a call) in turns, until `budget` seconds are spent."""
+    """Samples of the measures, which are called in turns for `budget` seconds. Each returns the seconds of a call."""
     order, seconds = list(measures), {name: list[float]() for name in measures}
     shuffle, start = random.Random(0), clock()
     for round_ in range(MAX_ROUNDS):
@@ -62,7 +63,7 @@ def interleave(
 def time_cpu(
     calls: Mapping[str, Callable[[], object]], budget: float = 0.5, clock: Callable[[], float] | None = None
 ) -> dict[str, Sample]:
-    """Interleaved medians of calls on the CPU, each warmed up first; `budget` in seconds for all of them."""
+    """Interleaved samples of calls on the CPU, each warmed up first. budget: seconds for all calls together."""
     if clock is None:
         alone = torch.get_num_threads() == 1
         with undisturbed_clock() if alone else nullcontext(time.perf_counter) as chosen:
@@ -73,7 +74,7 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that measures one sample: the mean seconds of as many calls as fit into SAMPLE_SECONDS."""
+    """A function that takes one sample: the mean seconds of as many calls as fit into SAMPLE_SECONDS, or of one."""
 
     def once() -> float:
         start = clock()
@@ -96,7 +97,7 @@ def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable
 def samplers(
     calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], device: str
 ) -> Iterator[dict[str, Callable[[], float]]]:
-    """For every call a function that takes one sample, on the GPU or on one thread of the CPU."""
+    """Yields for every call a function that takes one sample, on the GPU or on one thread of the CPU."""
     if device == "cuda":
         waiting = {name for name, call in calls.items() if host_sync_error(partial(call, input_sets[0]))}
         launches = launchers(calls, input_sets, waiting)
@@ -108,7 +109,7 @@ def samplers(
 
 @contextmanager
 def undisturbed_clock() -> Iterator[Callable[[], float]]:
-    """A clock of wall time minus the time that this thread waited for a core; outside of Linux plain wall time."""
+    """A clock of wall time without the time that this thread waited for a core; outside of Linux plain wall time."""
     try:
         statistics_of_thread = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -137,7 +138,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def time_gpu(launches: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
-    """Interleaved medians of calls on the GPU; each of `launches` (see `launchers`) runs `calls` of them."""
+    """Interleaved samples of calls on the GPU. Each of `launches`, from `launchers`, makes `calls` calls."""
     return interleave({name: partial(_seconds, launch, calls) for name, launch in launches.items()}, budget)
 
 
@@ -148,10 +149,10 @@ def _seconds(launch: Callable[[], object], calls: int) -> float:
 def launchers(
     calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], eager: Container[str] = ()
 ) -> dict[str, Callable[[], object]]:
-    """For every call a function that runs it on each of `input_sets`: a CUDA graph, or launches for names in `eager`.
+    """For every call a function that makes it on each of `input_sets`: a CUDA graph, or plain calls if in `eager`.
 
-    So that no call finds its data in the L2 cache, the sets together should be larger than it (see sets_for), and every
-    output is kept until the capture ends.
+    The sets together should be larger than the L2 cache (see `sets_for`), so that no call finds its inputs there. For
+    the same reason every output of a graph has memory of its own.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
@@ -160,17 +161,17 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Number of input sets, from 2 to 64, so that one call for each moves three times the size of L2, if limits allow.
+    """Number of input sets, from 2 to 64. One call on each moves three times the size of L2, unless a limit is lower.
 
-    bytes_per_call: least bytes of a call, up to 4 GiB over all sets. held: allocated bytes of a set, up to 16 GiB over
-    all sets. Both limits leave at least two sets.
+    bytes_per_call: least bytes of a call; limit: 4 GiB over all sets. held: allocated bytes of a set; limit: 16 GiB
+    over all sets. There are two sets in any case.
     """
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 2**34 // max(held, 1), 64))
 
 
 def host_sync_error(call: Callable[[], object]) -> str:
-    """torch's message if a warm call makes the host wait for the GPU, so that no graph can capture it; else empty."""
+    """torch's message if the second call makes the host wait for the GPU, which no graph can capture; else empty."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -189,7 +190,7 @@ def _launch(call: Callable[[Any], object], input_sets: list[Any]) -> list[object
 def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up outside of the capture: compiles, and libraries allocate
+    with torch.cuda.stream(stream):  # warm-up before the capture: kernels are compiled, libraries allocate
         for _ in range(2):
             call(input_sets[0])
     torch.cuda.current_stream().wait_stream(stream)
@@ -203,7 +204,7 @@ def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[],
 
 def _between_events(launch: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # about 0.1 ms, so that the host has launched everything before the GPU starts on it
+    torch.cuda._sleep(200_000)  # about 0.1 ms, in which the host launches ahead of the GPU
     start.record()
     launch()
     end.record()
@@ -212,7 +213,7 @@ def _between_events(launch: Callable[[], object]) -> float:
 
 
 def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int = 50) -> float:
-    """Median seconds that the host needs to launch one call on the GPU; fewer repeats for long calls."""
+    """Median seconds that the host takes for one call, which the GPU may finish later."""
     taken, began = list[float](), time.perf_counter()
     while len(taken) < repeats and (len(taken) < FEW_ROUNDS or time.perf_counter() - began < budget):
         torch.cuda.synchronize()
@@ -225,7 +226,7 @@ def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int
 def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
     """Measured ceilings of this machine: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
 
-    On a CPU the copy moves 16 MB, like the bench's shapes, and float16 has no product, as torch's is slow.
+    On a CPU only float32 and bfloat16 have a product: torch's product in float16 is slow.
     """
     on_gpu = device == "cuda"
     size, side = (2**29, 8192) if on_gpu else (2**23, 1024)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def traced(device: str, *, memory: bool = False) -> Iterator[profile]:
-    """Traces the block; discards everything written to stderr meanwhile, since the profiler logs there."""
+    """Traces the block. All output to stderr is discarded meanwhile, since the profiler logs there."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -28,7 +28,7 @@ def traced(device: str, *, memory: bool = False) -> Iterator[profile]:
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """Peak memory of one call beyond the memory that was allocated before; its outputs count."""
+    """Peak memory of one call, with its outputs, beyond the memory that was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""Measures the experts of a transformers model with our kernels and with transformers' own implementations.
+"""Measures transformers' module MixtralExperts on our kernels and on transformers' own implementations.
 
-Prefill is a forward pass of many tokens without gradients, decode one of few tokens, training a forward and a backward
-pass to tokens, gate weights and parameters. The module is MixtralExperts: SwiGLU, weights as transformers stores them.
+Prefill is a forward pass of many tokens without gradients, decode one of few tokens. Training is a forward and a
+backward pass, with gradients of tokens, gate weights and parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SHAPES: dict[str, tuple[torch.dtype, Shape]] = {
     "many narrow experts": (torch.bfloat16, {"T": 2048, "D": 256, "H": 128, "E": 64, "K": 8}),
     "float32": (torch.float32, {"T": 512, "D": 256, "H": 512, "E": 8, "K": 2}),
 }
-DECODED = (1, 4, 16)  # sequences that decode one token each
-MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights of every choice, 6 T K D H bytes in 16 bits
+DECODED = (1, 4, 16)  # tokens of a decode step, one for each sequence
+MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights for every choice: 6 T K D H bytes in 16 bits
 
 Figure = dict[str, Any]
 
@@ -39,9 +39,9 @@ def missing() -> str:
 
 
 def run(budget: float, device: str) -> Iterator[Figure]:
-    """A figure for every shape and mode, `budget` seconds each, on one thread of a CPU or on the GPU.
+    """A figure for every shape and mode, from `budget` seconds of samples on one CPU thread or on the GPU.
 
-    us: microseconds of our kernels (median). peers: how many times as fast they are as each other implementation.
+    us: median microseconds of our kernels. peers: how many times as fast as each other implementation they are.
     """
     for name, (dtype, shape) in SHAPES.items():
         jobs = [

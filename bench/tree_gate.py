@@ -1,4 +1,4 @@
-"""Benchmarks of the tree gate: the dense gate on half-saturated trees, the route on saturated trees."""
+"""Benchmarks of the tree gate: `tree_gate` at gamma = 1, `tree_route` on saturated trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import python_ref.tree_gate as reference
 from bench.entry import Inputs, Shape, entry
 
 LEAVES = ("x", "split_weight", "leaf_weight")
-SATURATED = 1e-6  # a gamma far below the pre-activations, which are near 1 in size
+SATURATED = 1e-6  # gamma far below the size of the pre-activations, which is near 1
 
 
 def _shape(tokens: int, dim: int, experts: int, trees: int) -> Shape:
@@ -45,12 +45,12 @@ def _route(inputs: Inputs, backend: str) -> object:
 
 
 def _composed_gate(inputs: Inputs) -> object:
-    """The definition, which composes PyTorch's operations."""
+    """The definition, a composition of PyTorch's operations."""
     return reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=1.0)[0]
 
 
 def _composed_route(inputs: Inputs) -> object:
-    """Keeps the likeliest leaf of every tree of the dense gate; if trees share an expert, only the first keeps it."""
+    """Weight and expert of each tree's likeliest leaf, from the gate; if trees share an expert, the first has it."""
     gates, leaf_probs = reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=SATURATED)
     experts = leaf_probs.argmax(-1)
     repeated = (experts[:, :, None] == experts[:, None, :]).tril(-1).any(-1)
@@ -58,13 +58,13 @@ def _composed_route(inputs: Inputs) -> object:
 
 
 def _gate_flops(shape: Shape, direction: str) -> int:
-    """Counts the products of all nodes and leaves. A kernel that skips nodes without tokens can beat this floor."""
+    """The products of x with all split and leaf weights. A kernel that skips nodes can need fewer."""
     products = 2 * shape["T"] * shape["P"] * shape["K"] * (2 * shape["E"] - 1)
     return products * (3 if direction == "training" else 1)
 
 
 def _gate_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """Forward: x and weights -> gates and leaf probabilities. Backward: these inputs and a gradient -> 3 gradients."""
+    """Forward: x, weights -> gates, leaf probabilities. Backward: x, weights, gradient of gates -> three gradients."""
     tokens, dim, experts, trees = (shape[name] for name in "TPEK")
     given, gates = tokens * dim + trees * (2 * experts - 1) * dim, tokens * experts
     forward = given + gates + tokens * trees * experts
@@ -76,7 +76,7 @@ def _depth(shape: Shape) -> int:
 
 
 def _route_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """x and the rows of the weights that tokens can visit -> a weight and an expert for each tree."""
+    """x and the rows of the weights that the tokens can visit -> a weight and an expert for each token and tree."""
     tokens, dim, experts, trees = (shape[name] for name in "TPEK")
     visited = min(2 * experts - 1, tokens * (_depth(shape) + 1))
     return dtype.itemsize * (tokens * dim + trees * visited * dim + tokens * trees) + 4 * tokens * trees

@@ -1,7 +1,7 @@
 """Runs calls in another process, since a faulty kernel may make the GPU unusable for its process.
 
-After a kernel that writes out of bounds or never ends, every later GPU call of its process fails or hangs. That process
-is killed, and the next call starts a new one.
+After an illegal memory access later GPU calls of the process fail; after a kernel that does not end they hang. The
+process is then killed, and the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from moe_kernels.verify import error_text
 
 
 class WorkerLost(RuntimeError):
-    """The process ended during the call, or was killed: the call took too long or left the GPU unusable."""
+    """The process ended during the call, or was killed because the call took too long or left the GPU unusable."""
 
 
 class Worker:
     """Another process: worker(function, *args, seconds=...) returns function(*args) computed there, all pickled.
 
-    If a call returns but leaves the GPU unusable, WorkerLost is raised: its result cannot be trusted.
+    An error of the function is raised as a RuntimeError. WorkerLost is raised if the process is lost, also if the
+    function returned but left the GPU unusable, since its result cannot be trusted.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Worker:
         try:
             pipe.send((function, args))
             if not pipe.poll(None if seconds == math.inf else max(seconds, 0)):
-                raise WorkerLost(f"did not end within {seconds:.0f} s")
+                raise WorkerLost(f"did not end within {seconds:.3g} s")
             result, raised, gpu_error = pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(1)
@@ -60,7 +61,7 @@ class Worker:
         return result
 
     def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")  # after a fork of a process that used CUDA, CUDA fails
+        context = multiprocessing.get_context("spawn")  # a fork of a process that used CUDA cannot use it
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
         self._process.start()
@@ -93,7 +94,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def unusable() -> str:
-    """The GPU's error if it accepts no more work from this process, else an empty string."""
+    """The error if the GPU takes no more work from this process, else an empty string."""
     if not torch.cuda.is_initialized():
         return ""
     try:

@@ -341,7 +341,10 @@ def test_a_request_chooses_routings_and_sets_of_shapes() -> None:
 def test_an_operation_without_shapes_of_a_set_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, shapes={"quick": ENTRY.shapes["quick"]}))
     _, left_out = measure.plan([ROW], measure.Request("llm"))
-    assert left_out == ["kwta: has no shapes called llm with that routing", "kwta: has no shapes called scaling"]
+    assert left_out == [
+        "kwta: has no shapes called llm with the requested routing",
+        "kwta: has no shapes called scaling",
+    ]
 
 
 @pytest.mark.parametrize("op", list(registry.ENTRIES))
