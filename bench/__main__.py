@@ -168,7 +168,7 @@ def profile_command(
     shapes: ShapeSet = Shapes.quick,
     shape: Annotated[int, typer.Option("--shape", help="Index of the shape in its set.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
-    tools: Annotated[bool, typer.Option(help="Nsight Compute too, on a GPU with ncu installed.")] = True,
+    tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
     """Traces one operation; prints each kernel's share, and its time over the least time that the machine allows."""
@@ -191,7 +191,8 @@ def profile_command(
     if tools:
         same_options = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
         same_options += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
-        console.print(f"Nsight Compute: {profiling.nsight_compute(job, same_options, out)}", soft_wrap=True)
+        for name, word in profiling.tools(job, same_options, out).items():
+            console.print(f"{name}: {word}", soft_wrap=True)
 
 
 @app.command("tiles")

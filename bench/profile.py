@@ -5,6 +5,7 @@ The floor is the least time of the call at this machine's measured speeds of a c
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from bench import measure, tracing
 from bench.ledger import ROOT
 from bench.registry import ENTRIES
 from moe_kernels.info import placement
-from moe_kernels.verify import KERNELS, dtype_name, threads
+from moe_kernels.verify import KERNELS, dtype_name, error_text, threads
 
 CALLS = 10
 
@@ -67,7 +68,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
-    if job.device == "cuda":  # only this block is traced by Nsight Compute (see nsight_compute)
+    if job.device == "cuda":  # only this block is traced by Nsight Compute (see tools)
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
@@ -101,21 +102,45 @@ def _call(job: measure.Job) -> Callable[[], object]:
     return partial(entry.kernel(job.backends[0])[job.direction], entry.inputs(job.shape, job.dtype, job.device))
 
 
-def nsight_compute(job: measure.Job, arguments: list[str], folder: Path) -> str:
-    """The path of Nsight Compute's report, or why there is none.
+def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
+    """The files that Nsight Compute and Triton's proton wrote, or why they did not run.
 
     arguments: the options of `bench profile` with which Nsight Compute starts it again.
     """
+    found = {}
     program = shutil.which("ncu")
-    if job.device != "cuda" or program is None:
-        return "not run: " + ("no GPU" if job.device != "cuda" else "ncu is not installed")
-    out = folder / f"{name_of(job)}.ncu-rep"
-    # Off at the start: --launch-count would also count launches that prepare inputs and measure ceilings.
-    options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
-    profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-    command = [program, *options, "--export", str(out), *profile_again]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
-    return str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:] or 'no output'}"
+    if job.device != "cuda":
+        return dict.fromkeys(("Nsight Compute", "proton"), "not run: no GPU")
+    if program is None:
+        found["Nsight Compute"] = "not run: ncu is not installed"
+    else:
+        out = folder / f"{name_of(job)}.ncu-rep"
+        profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
+        # Profiling starts off: else --launch-count would also count launches that prepare inputs and measure ceilings.
+        options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
+        command = [program, *options, "--export", str(out), *profile_again]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        found["Nsight Compute"] = (
+            str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:] or 'no output'}"
+        )
+    found["proton"] = _proton(job, folder)
+    return found
+
+
+def _proton(job: measure.Job, folder: Path) -> str:
+    if importlib.util.find_spec("triton.profiler") is None:
+        return "not run: triton.profiler is not installed"
+    from triton import profiler as proton
+
+    name, call = str(folder / name_of(job)), _call(job)
+    try:
+        proton.start(name)
+        for _ in range(CALLS):
+            call()
+        proton.finalize()
+    except Exception as raised:  # the driver denies it, or another profiler runs
+        return f"failed: {error_text(raised)}"
+    return f"{name}.hatchet"
 
 
 def job_of(

@@ -121,7 +121,7 @@ def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Pat
     assert sum(line.us for line in found.lines) == pytest.approx(found.us)
     assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
-    assert profile.nsight_compute(JOBS[0], [], tmp_path) == "not run: no GPU"
+    assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
 
 
 def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
@@ -139,8 +139,9 @@ def test_nsight_compute_profiles_the_call_without_its_inputs(monkeypatch, tmp_pa
     program.write_text('#!/bin/sh\ncase "$*" in *"--profile-from-start off"*--no-tools*) exit 0;; esac; exit 1\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = profile.nsight_compute(replace(JOBS[0], device="cuda"), ["--op=kwta"], tmp_path)
-    assert found == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
+    monkeypatch.setattr(profile, "_proton", lambda *args: "not run")
+    found = profile.tools(replace(JOBS[0], device="cuda"), ["--op=kwta"], tmp_path)
+    assert found["Nsight Compute"] == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
 
 
 def test_profile_explains_wrong_options() -> None:
