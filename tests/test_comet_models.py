@@ -164,7 +164,7 @@ def test_patches_are_squares_of_the_image():
     found = patches(image.flatten(1), (2, 4, 6), 2)
     assert found.shape == (1, 6, 8)
     assert torch.equal(found[0, 4], image[0, :, 2:4, 2:4].flatten())
-    with pytest.raises(ValueError, match="sides of a multiple of 4 pixels, got 4 x 6"):
+    with pytest.raises(ValueError, match="divides both sides, got 4 for 4 x 6"):
         patches(image.flatten(1), (2, 4, 6), 4)
 
 
