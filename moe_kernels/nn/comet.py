@@ -124,10 +124,10 @@ class MaskedLinear(nn.Linear):
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
     C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
-    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero. Known masks
-    can be passed as bits instead of scores; this gradient is then zero even if the pre-activation is NaN or infinite.
-    The output has the dtype of f(W x + b). Scores and values of different dtypes are converted to their common dtype
-    for the selection, which is exact.
+    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero. If known
+    masks are passed as bits instead of scores, this gradient is zero even for a NaN or infinite pre-activation. The
+    output has the dtype of f(W x + b). Scores and values of different dtypes are converted to their common dtype for
+    the selection, which is exact.
 
     Args:
         k: active neurons, 0 to out_features.
