@@ -260,7 +260,7 @@ def test_experts_start_as_linear_layers_do():
 
 
 def test_a_gate_over_other_experts_is_refused():
-    with pytest.raises(ValueError, match="MoE: the gate is over 4 experts, there are 3"):
+    with pytest.raises(ValueError, match="MoE: a gate must have the 3 experts of the layer, got 4"):
         MoE(TopKGate(D, E, 2), ExpertMLP(3, D, H))
     with pytest.raises(ValueError, match="TokenChoice: priority"):
         TokenChoice(priority="min")

@@ -160,7 +160,7 @@ class LocalSearch(KeepsFloat32):
         return self.step >= self.steps
 
     def temperature(self, step: int) -> float:
-        """tau of training step `step` = 1 .. steps - 1: falls between 1e-3 and 1e-7, for "wide" between 0.1 and 1e-6."""
+        """tau of training step `step` = 1 .. steps - 1: falls between 1e-3 and 1e-7; "wide": between 0.1 and 1e-6."""
         if self.schedule == "wide":
             return START_TAU * 10 ** (-5 * step / self.steps)
         return 10 ** (-3 - 4 * step / self.steps)
@@ -219,7 +219,7 @@ class LocalSearch(KeepsFloat32):
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
-        """gates times p (None: gathered by `source`), summed over choices; then, if `renormalise`, divided by their sum."""
+        """gates times p (None: gathered by `source`), summed over choices; divided by their sum if `renormalise`."""
         count, n = self.source.shape
         if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
             expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"
