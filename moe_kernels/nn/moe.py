@@ -243,5 +243,5 @@ def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:
         check_module(name, "a gate", gate, Gate)
         if gate.num_experts != experts.num_experts:
             raise ValueError(
-                f"{name}: a gate must have the {experts.num_experts} experts of the layer, got {gate.num_experts}"
+                f"{name}: a gate must have as many experts as `experts`, {experts.num_experts}; got {gate.num_experts}"
             )
