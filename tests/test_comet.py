@@ -302,6 +302,8 @@ def test_bad_arguments_are_errors_with_their_name():
         net(x, net.router(x), torch.zeros(3))
     with pytest.raises(IndexError, match="out of range"):
         net(x, net.router(x), torch.tensor([0, -1, 1]))
+    with pytest.raises(ValueError, match="CometMLP: samples must be None without bits"):
+        net(x, samples=torch.tensor([2, 0, 1]))
 
 
 def test_utilisation_is_a_count_independent_of_batches():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moe_kernels.models.mlp import comet_mlp
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, MaskedLinear
 from moe_kernels.ops._autocast import as_autocast
+from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS as FUSED
@@ -155,6 +156,8 @@ def comparison_mlp(
     term to its loss. "moe" and "moe-fixed" are drawn by torch's own generator. All models but these two and "smaller"
     have the same initial weights for the same seed.
     """
+    check_choice("comparison_mlp", "name", name, MODELS)
+    check_int("comparison_mlp", "layers", layers, 2, 2**31 - 1, "linear layers")
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)
         return MoEMLP(widths, p, activation=activation, frozen=name == "moe-fixed")

@@ -329,15 +329,17 @@ class CometMLP(nn.Module):
 
         bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; the routing then does not run.
         samples: int32 or int64 (...), for each row of x_0 its row in `bits`, which then holds the masks
-            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them.
+            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. ValueError without `bits`.
 
         With known masks a training step took 1.8, 1.3 and 1.03 times as long as a step of the dense model, for hidden
         layers of 100, 500 and 1000 neurons (recipe comet on digits, batches of 32, one CPU thread).
         """
-        if bits is None and not self.dense:
-            bits = self.router(x)
-        if bits is not None and samples is not None:
+        if samples is not None:
+            if bits is None:
+                raise ValueError("CometMLP: samples must be None without bits, whose rows they name; got a tensor")
             bits = _rows_of_samples(bits, samples, x)
+        elif bits is None and not self.dense:
+            bits = self.router(x)
         masks = [None] * len(self.hidden) if bits is None else bits
         for layer, mask in zip(self.hidden, masks, strict=True):
             x = layer(x, bits=mask)

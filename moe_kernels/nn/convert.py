@@ -135,6 +135,7 @@ def from_stacked(
         found |= {"b_in": tensors[f"{inner}_bias"], "b_out": tensors[f"{outer}_bias"]}
     _check_shapes("from_stacked", found)
     if interleaved:
+        _check_gated("from_stacked", found)
         found |= {name: _deinterleave(found[name]) for name in ("w_in", "b_in") if name in found}
     return {name: value.clone(memory_format=torch.contiguous_format) for name, value in found.items()}
 
@@ -207,8 +208,14 @@ def _check(function: str, state: State, gated: bool) -> None:
         if state[name].dim() != 3:
             raise ValueError(f"{function}: {name} must have 3 dimensions, got shape {tuple(state[name].shape)}")
     _check_shapes(function, state)
-    if gated and state["w_in"].shape[2] != 2 * state["w_out"].shape[1]:
-        expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
+    if gated:
+        _check_gated(function, state)
+
+
+def _check_gated(function: str, state: State) -> None:
+    """Raises unless w_in has 2 H columns."""
+    expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
+    if got != expected:
         raise ValueError(f"{function}: w_in of gated experts must have 2 H = {expected} columns, got {got}")
 
 
