@@ -35,7 +35,7 @@ def test_networks_of_one_shape_start_from_the_same_weights():
 
 
 def test_an_unknown_model_or_one_without_a_hidden_layer_is_refused():
-    with pytest.raises(ValueError, match="comparison_mlp: name must be one of 'standard', .*; got 'top-k'"):
+    with pytest.raises(ValueError, match=r"comparison_mlp: name must be one of 'standard', .*; got 'top-k'"):
         mlp("top-k")
     for name in ("moe", "comet"):
         with pytest.raises(ValueError, match="comparison_mlp: layers must be from 2"):

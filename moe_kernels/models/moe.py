@@ -22,14 +22,13 @@ Layer = Callable[[int], MoE | None]
 
 
 class MoEBlock(nn.Module):
-    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the MoEOutput.
+    """A Block with an MoE, x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the MoEOutput.
 
     The MoE is called with pass_through=False, since this block adds the residual itself. For a token without an expert
     MoE(LN(x)) is 0.
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:
-        """options: keyword arguments of Block."""
         super().__init__()
         self.block = Block(dim, heads, moe, **options)
 

@@ -26,9 +26,9 @@ class OutputModule(nn.Module):
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the parameters and random buffers of all child modules anew; needed after to_empty.
+        """Draws every parameter and random buffer anew; needed after to_empty.
 
-        Modules with parameters of their own override this method.
+        The default calls reset_parameters of the child modules. A module with parameters of its own must override it.
         """
         reset(self, generator)
 
@@ -59,8 +59,6 @@ class OutputModule(nn.Module):
 
 
 class _HandlePair(RemovableHandle):
-    """One handle that removes two hooks."""
-
     def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
         self.handles = first, second
 

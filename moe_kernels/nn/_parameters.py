@@ -36,7 +36,6 @@ class RouterLinear(nn.Linear):
             self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the weight and the bias anew."""
         if generator is None:
             super().reset_parameters()
         else:
@@ -91,7 +90,6 @@ def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator 
 
 
 def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
-    """A parameter of that shape with undefined values. options: keyword arguments of torch.empty."""
     return nn.Parameter(torch.empty(shape, **options))
 
 

@@ -1,4 +1,4 @@
-"""Experts as one module: each parameter has E, the number of experts, as first dimension; a RoutingPlan groups rows."""
+"""Experts of a layer in one module: the first dimension of each parameter is E; a RoutingPlan groups rows by expert."""
 
 from __future__ import annotations
 

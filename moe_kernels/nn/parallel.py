@@ -5,9 +5,9 @@
 
     plan      gate and policy plan the rank's own tokens over all E experts, as in one process
     counts    plan.kept (E) is sent to the owners, while dispatch gathers the rows   one all-to-all
-    rows      (R, D) are sent to the owners, grouped by expert                       one all-to-all
+    rows      those in use are sent to the owners, grouped by expert                 one all-to-all
     experts   a plan with K = 1 groups the received rows by expert, in the order of the sending ranks
-    outputs   (R, Dout) are sent back in the same order; then combine and dropout    one all-to-all
+    outputs   are sent back in the same order; then combine and dropout              one all-to-all
 
 A rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
 with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). Results

@@ -20,7 +20,7 @@ class StableGate(Gate):
         after begin_stage_two(), evaluation  expert = argmax_i (embedding[id] W_r)_i
         both                                 weight = sigmoid(s_expert)
 
-    A layer without a residual around it needs MoE(..., pass_through=True).
+    MoE(..., pass_through=True) adds (1 - weight) x to the output, for a layer without a residual around it.
 
     Losses of stage one, with n_i the number of tokens of expert i and nbar the mean of n_i:
 
