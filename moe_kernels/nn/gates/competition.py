@@ -1,4 +1,4 @@
-"""CompeteSMoE's gate (paper 004): in some training steps all experts compete, and the router learns the result."""
+"""CompeteSMoE's gate (paper 004): in some training steps experts compete, and the router learns to predict winners."""
 
 from __future__ import annotations
 

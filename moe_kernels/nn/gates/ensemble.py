@@ -63,7 +63,7 @@ class EnsembleGate(Gate):
         self.importance = check_number("EnsembleGate", "importance", importance)
         self.load = check_number("EnsembleGate", "load", load)
         if load and not noise:
-            raise ValueError("EnsembleGate: load needs noise=True, as its loss is undefined without; got noise=False")
+            raise ValueError("EnsembleGate: load needs noise=True, as load_loss assumes noise; got noise=False")
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -98,7 +98,7 @@ class Gate(KeepsFloat32, OutputModule):
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
     gate or of its model would make them 16-bit, since rounded logits could lead to other choices. Set keep_float32 to
-    False on a gate before such a call to convert the gate too. `dtype=` of a constructor does not depend on it.
+    False on a gate before such a call to convert the gate too. `dtype=` of a constructor is obeyed in both cases.
     FSDP2 casts parameters itself: give gates a group of their own, fully_shard(layer.gate), before
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 

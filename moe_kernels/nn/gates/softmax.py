@@ -17,7 +17,7 @@ class SoftmaxGate(Gate):
         dim: D.
         num_experts: E >= 1.
         bias: whether there is a b.
-        noise: whether training adds N(0, 1 / E^2) to the logits, as V-MoE; paper 002 does not define its noise.
+        noise: whether training adds N(0, 1 / E^2) to the logits, as in V-MoE; paper 002 does not define its noise.
         importance: coefficient of nn.importance_loss of the probabilities without noise.
         generator: draws the noise; None is torch's own generator.
 

@@ -77,7 +77,7 @@ class TopKGate(TopKRouter):
         coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
         self.coefficients = {name: check_number("TopKGate", name, each) for name, each in coefficients.items()}
         if load and noise != "vmoe":
-            raise ValueError(f"TopKGate: load needs noise='vmoe', as its loss is undefined without; got {noise!r}")
+            raise ValueError(f"TopKGate: load needs noise='vmoe', as load_loss assumes this noise; got {noise!r}")
         self.linear = RouterLinear(dim, num_experts, bias=bias, zero_bias=True, device=device, dtype=dtype)
         if noise == "jitter":
             self.noise_linear = RouterLinear(dim, num_experts, bias=False, bound=0, device=device, dtype=dtype)
