@@ -32,9 +32,8 @@ class Mixer(nn.Module):
         patch: side of a patch in pixels; divides H and W.
         expansion: hidden widths of a block's two feed-forward layers, as multiples of the number of patches and of dim,
             rounded down. (4, 0.5) is from the code that the paper builds on (Yoshioka 2024).
-        p: keep fraction; 1 is the dense model.
 
-    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh.
+    p = 1 is the dense model. The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh.
     """
 
     def __init__(

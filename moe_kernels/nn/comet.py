@@ -330,9 +330,6 @@ class CometMLP(nn.Module):
         bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; the routing then does not run.
         samples: int32 or int64 (...), for each row of x_0 its row in `bits`, which then holds the masks
             (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. ValueError without `bits`.
-
-        With known masks a training step took 1.8, 1.3 and 1.03 times as long as a step of the dense model, for hidden
-        layers of 100, 500 and 1000 neurons (recipe comet on digits, batches of 32, one CPU thread).
         """
         if samples is not None:
             if bits is None:

@@ -94,10 +94,9 @@ class MoE(OutputModule):
         policy: one of nn.policies, or another callable with their interface; None: TokenChoice(), which drops nothing.
         expert_dropout: probability that training sets an expert's weight to zero for a sample (0.1 in paper 002); the
             remaining weights are neither renormalised nor scaled. A sample is an entry of x's first dimension.
-        pass_through: whether y has the additional term (1 - sum of the kept weights) x, so that y = x for a token
-            without an expert; needs Dout = D. StableMoE has this term around experts x + FF(LN(x)): with weight a,
-            a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)). A block with a residual around MoE(LN(x)) computes this sum
-            without pass_through, as models.moe.MoEBlock does.
+        pass_through: whether (1 - sum of the kept weights) x is added to y, so that y = x for a token without an
+            expert; needs Dout = D. StableMoE adds this term to experts that contain a residual. models.moe.MoEBlock
+            adds the residual around the layer instead and calls it with pass_through=False.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. `with nn.collect_outputs() as outputs` collects the MoEOutputs of such layers.
 

@@ -295,7 +295,7 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Returns the norm () of all gradients, as in one process; scales gradients of a larger norm down to max_norm.
 
-    torch.nn.utils.clip_grad_norm_ fails for parameters of several meshes. This function computes a norm for each mesh
+    `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. This function computes a norm for each mesh
     and combines the norms. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)

@@ -20,7 +20,7 @@ class HyperRouterGate(TopKRouter):
         hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in the published code.
         backend: as in topk_gate.
 
-    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which requires_grad_ leaves frozen.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which stays frozen under `requires_grad_`.
     Source: Do et al. 2023, which paper 004 cites, and the published code of paper 004.
 
     Example:
