@@ -287,7 +287,7 @@ def test_compiles_into_one_graph_forward_and_backward(compiler):
 
 
 def test_bad_arguments_are_errors_with_their_name():
-    with pytest.raises(ValueError, match=r"CometMLP: widths must name at least 3 layers.*\(4, 5\)"):
+    with pytest.raises(ValueError, match=r"CometMLP: widths must be a sequence of at least 3 sizes.*\(4, 5\)"):
         CometMLP((4, 5))
     with pytest.raises(ValueError, match=r"keep fraction in \(0, 1\], got 0"):
         CometMLP((4, 5, 6), 0.0)
@@ -302,6 +302,8 @@ def test_bad_arguments_are_errors_with_their_name():
         net(x, net.router(x), torch.zeros(3))
     with pytest.raises(IndexError, match="out of range"):
         net(x, net.router(x), torch.tensor([0, -1, 1]))
+    with pytest.raises(ValueError, match="CometMLP: samples must be None without bits"):
+        net(x, samples=torch.tensor([2, 0, 1]))
 
 
 def test_utilisation_is_a_count_independent_of_batches():

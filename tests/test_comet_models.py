@@ -34,6 +34,14 @@ def test_networks_of_one_shape_start_from_the_same_weights():
         assert all(torch.equal(first[key], value) for key, value in mlp(name).state_dict().items()), name
 
 
+def test_an_unknown_model_or_one_without_a_hidden_layer_is_refused():
+    with pytest.raises(ValueError, match=r"comparison_mlp: name must be one of 'standard', .*; got 'top-k'"):
+        mlp("top-k")
+    for name in ("moe", "comet"):
+        with pytest.raises(ValueError, match="comparison_mlp: layers must be from 2"):
+            comparison_mlp(name, 7, 20, 3, layers=1)
+
+
 @pytest.mark.parametrize("name", ["topk", "layerwise"])
 def test_masks_from_the_backbone(name):
     net, x = mlp(name, 0.3), X.clone().requires_grad_()
@@ -164,7 +172,7 @@ def test_patches_are_squares_of_the_image():
     found = patches(image.flatten(1), (2, 4, 6), 2)
     assert found.shape == (1, 6, 8)
     assert torch.equal(found[0, 4], image[0, :, 2:4, 2:4].flatten())
-    with pytest.raises(ValueError, match="sides of a multiple of 4 pixels, got 4 x 6"):
+    with pytest.raises(ValueError, match="divides both sides, got 4 for 4 x 6"):
         patches(image.flatten(1), (2, 4, 6), 4)
 
 

@@ -128,6 +128,20 @@ def without(state, key):
             "from_stacked: expected w_in",
         ),
         (lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D)}), KeyError, "down_proj is missing"),
+        (
+            lambda: convert.from_stacked(
+                {"up_proj": torch.ones(E, H, D), "down_proj": torch.ones(E, D, H)},
+                names=("up_proj", "down_proj"),
+                interleaved=True,
+            ),
+            ValueError,
+            "from_stacked: w_in of gated experts must have 2 H = 10 columns, got 5",
+        ),
+        (
+            lambda: convert.from_linear(linear() | {"0.w1.weight": torch.ones(1, H, D)}),
+            ValueError,
+            r"0.w1.weight must be 2-dimensional; got \(1, 5, 6\)",
+        ),
         (lambda: convert.to_stacked({"w_in": torch.ones(1), "w_out": torch.ones(1)}), ValueError, "3 dimensions"),
     ],
 )

@@ -302,7 +302,7 @@ def test_gates_of_other_parts_are_refused():
         mnn.TopKGate(4, 4, 2)(torch.randn(2, 3, 4))
     with pytest.raises(TypeError, match="CompetitionGate: expected router to be a TopKGate and experts an ExpertMLP"):
         mnn.CompetitionGate(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, 3))
-    with pytest.raises(ValueError, match="CompetitionGate: the router is over 4 experts, there are 3"):
+    with pytest.raises(ValueError, match="CompetitionGate: router must have as many experts as `experts`, 3; got 4"):
         mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(3, D, 3))
 
 

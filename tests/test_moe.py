@@ -131,7 +131,7 @@ def test_experts_choose_in_every_group():
     assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
     assert out.plan.kept.tolist() == [4] * E
     assert out.plan.num_rows == 4 * E
-    with pytest.raises(ValueError, match="ExpertChoice: expected groups of 5 tokens, got 12"):
+    with pytest.raises(ValueError, match="ExpertChoice: T must be a multiple of group = 5, got 12"):
         ExpertChoice(group=5)(gate(x), True)
     with pytest.raises(ValueError, match="TokenChoice: group must be from 1"):
         TokenChoice(group=0)
@@ -260,7 +260,7 @@ def test_experts_start_as_linear_layers_do():
 
 
 def test_a_gate_over_other_experts_is_refused():
-    with pytest.raises(ValueError, match="MoE: the gate is over 4 experts, there are 3"):
+    with pytest.raises(ValueError, match="MoE: a gate must have as many experts as `experts`, 3; got 4"):
         MoE(TopKGate(D, E, 2), ExpertMLP(3, D, H))
     with pytest.raises(ValueError, match="TokenChoice: priority"):
         TokenChoice(priority="min")

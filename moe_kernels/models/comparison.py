@@ -1,7 +1,8 @@
 """The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them.
 
-In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask with
-probability 0.5 at any p, a gate that multiplies nothing). Docstrings below name the points that the paper leaves open.
+A public fork of the paper's code differs from the paper in several of them. Its "topk" masks by the values after the
+activation, its Bernoulli masks have probability 0.5 for every p, and its MoE does not multiply an expert's output by
+the gate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from moe_kernels.models.mlp import comet_mlp
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, MaskedLinear
 from moe_kernels.ops._autocast import as_autocast
+from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS as FUSED
@@ -28,11 +30,12 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class ScoredMLP(CometMLP):
-    """A CometMLP whose masks come from the backbone. Masks are constants; gradients reach the active neurons.
+    """A CometMLP whose masks m_l are computed from the backbone x_l = m_l * f(a_l), a_l = W_l x_{l-1} + b_l.
 
-    C_k is 1 for the k largest numbers, else 0.
-    by = "activations": m_l = C_k(a_l), the model "topk": the pre-activations compete.
-    by = "inputs": m_l = C_k(V_l x_{l-1}), the model "layerwise": a frozen random projection of the layer's input.
+        by = "activations"   m_l = C_k(a_l)            the model "topk"
+        by = "inputs"        m_l = C_k(V_l x_{l-1})    the model "layerwise"; V_l is random and frozen
+
+    C_k(v) is the mask of kwta: 1 for the k largest elements of v, else 0. Masks have no gradient.
     """
 
     by = "activations"
@@ -45,12 +48,12 @@ class ScoredMLP(CometMLP):
         return self.with_masks(x)[1]
 
     def with_masks(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x (..., N_0) -> the output (..., N_L) and the masks, from one forward pass."""
+        """x (..., N_0) -> the output (..., N_L) and the masks m_1 .. m_{L-1}, bool, from one forward pass."""
         masks: list[Tensor] = []
         return self.output(self._hidden(x, masks)), masks
 
     def _hidden(self, x: Tensor, masks: list[Tensor] | None = None) -> Tensor:
-        """x_{L-1}; appends m_1 .. m_{L-1} to `masks`."""
+        """Returns x_{L-1}; appends m_1 .. m_{L-1} to `masks`, if given."""
         for layer, v in zip(self.hidden, self.router.buffers(), strict=True):
             assert isinstance(layer, MaskedLinear)
             a = F.linear(x, layer.weight, layer.bias)
@@ -62,13 +65,13 @@ class ScoredMLP(CometMLP):
 
 
 class LayerwiseMLP(ScoredMLP):
-    """Layer-wise routing: see ScoredMLP."""
+    """ScoredMLP with masks from a frozen random projection of each layer's input."""
 
     by = "inputs"
 
 
 class DropoutMLP(CometMLP):
-    """The dense MLP with dropout of rate 1 - p after every hidden layer; `rate` is set by `comparison_mlp`."""
+    """The dense MLP with dropout after every hidden layer; `comparison_mlp` sets `rate` to 1 - p."""
 
     rate = 0.5
 
@@ -85,12 +88,12 @@ def _refuse_bits(model: nn.Module, bits: object, samples: object) -> None:
 
 
 class MoEMLP(nn.Module):
-    """floor(1 / p) experts, each an MLP with p N neurons a layer; a router chooses one of them (top-1).
+    """floor(1 / p) MLPs (experts) with hidden layers p times as wide as `widths` says, rounded down, and a router r.
 
         y = softmax(r(x))_e expert_e(x),  e = argmax r(x)
 
-    The router r is an MLP with one hidden layer, as wide as an expert's. The paper does not say whether the
-    router's probability multiplies the expert's output. Here it does, so that the router gets a gradient.
+    r is an MLP with one hidden layer, as wide as an expert's first one. The paper does not say whether the router's
+    probability multiplies the expert's output. Here it does, so that the router gets a gradient.
     frozen: the router does not train.
     """
 
@@ -115,7 +118,7 @@ class MoEMLP(nn.Module):
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x (T, N_0) -> (T, N_L). logits: the router's, if they are already known."""
+        """x (T, N_0) -> (T, N_L). logits: those of the router, if they are already known."""
         scores = self.logits(x) if logits is None else logits
         weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)
@@ -146,19 +149,22 @@ def comparison_mlp(
     ties: str = "index",
     seed: int | None = None,
 ) -> CometMLP | MoEMLP:
-    """One of MODELS at keep fraction p.
+    """The model `name`, one of MODELS, with keep fraction p and `layers` linear layers, hidden ones of `width` neurons.
 
-    "smaller" has hidden layers p N wide. "bernoulli" and "tied" are dense models; recipes/comet.py passes them
-    `tied_masks` as bits. "l1" is the standard model; its loss has one more term. All except "smaller", "moe" and
-    "moe-fixed" have the same initial weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
+    "smaller" has max(1, floor(p * width)) neurons in a hidden layer. "bernoulli" and "tied" are dense models;
+    recipes/comet.py passes them masks of `tied_masks` as bits. "l1" is the standard model; recipes/comet.py adds the L1
+    term to its loss. "moe" and "moe-fixed" are drawn by torch's own generator. All models but these two and "smaller"
+    have the same initial weights for the same seed.
     """
+    check_choice("comparison_mlp", "name", name, MODELS)
+    check_int("comparison_mlp", "layers", layers, 2, 2**31 - 1, "linear layers")
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)
         return MoEMLP(widths, p, activation=activation, frozen=name == "moe-fixed")
     width = k_from_fraction(p, width) if name == "smaller" else width
     kind = DropoutMLP if name == "dropout" else MASKED.get(name, CometMLP)
     options: dict[str, Any] = {"layers": layers, "activation": activation, "ties": ties, "seed": seed}
-    # On the CPU, so that one seed gives one network on every device.
+    # Drawn on the CPU, so that a seed gives the same weights for every device.
     model = comet_mlp(inputs, width, classes, p=p if name in MASKED else 1.0, kind=kind, device="cpu", **options)
     if isinstance(model, DropoutMLP):
         model.rate = 1 - p
@@ -166,10 +172,10 @@ def comparison_mlp(
 
 
 def tied_masks(samples: int, width: int, p: float, always: int, device: torch.device, chunk: int = 4096) -> Tensor:
-    """A random mask for every training example, as bits (samples, ceil(width / 32)).
+    """One layer's random masks of all training examples, as bits: int32 (samples, ceil(width / 32)).
 
-    The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0 is
-    Bernoulli masking, else example-tied dropout (Maini et al. 2023). torch's own CPU generator draws the masks.
+    The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0
+    gives Bernoulli masking, always > 0 example-tied dropout (Maini et al. 2023). torch's own CPU generator draws them.
     """
     shared = torch.arange(width, device="cpu") < always
     packed = [

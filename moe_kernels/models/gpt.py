@@ -12,11 +12,14 @@ from moe_kernels.models.transformer import Blocks
 
 
 class GPT(nn.Module):
-    """Learned embeddings of tokens and positions, causal blocks, the token embedding as the last layer, like GPT-2.
+    """A decoder like GPT-2: learned embeddings of tokens and positions, causal blocks, logits by the token embedding.
 
-    The paper: GPT-2's sizes (12, 24, 36 layers of dim 768, 1024, 1280), hidden = 4 dim, p = 0.5, tanh. p = 1 is the
-    dense model. Weights ~ N(0, 0.02^2), divided by sqrt(2 depth) in the last layers before a residual; the frozen
-    routing has its own distribution. Input: tokens (B, S), S at most `length`; output (B, S, vocabulary).
+    Input: tokens (B, S), S at most `length`; output: logits (B, S, vocabulary). hidden: None is 4 dim, as in GPT-2.
+    router_input: see Blocks. p = 1 is the dense model. The paper trains GPT-2's sizes (12, 24 and 36 layers of dim 768,
+    1024 and 1280) with p = 0.5 and tanh.
+
+    Embeddings and weights ~ N(0, 0.02^2); the weights of attention's `project` and of the feed-forward layer's `output`
+    are divided by sqrt(2 depth). Biases start at 0. The frozen routing keeps the distribution of FixedRouting.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ from moe_kernels.nn.comet import CometFFN
 
 
 class MixerBlock(nn.Module):
-    """x + tokens(LN(x)^T)^T, then x + channels(LN(x)): a feed-forward layer over the patches and one over the channels.
+    """x + tokens(LN(x)^T)^T, then x + channels(LN(x)), for x (B, S, D) with S patches and D channels.
 
-    Masks of the first depend on one channel of all patches, masks of the second on one patch. x and output: (B, S, D).
+    A mask of `tokens` is computed from one channel of all patches, a mask of `channels` from all channels of one patch.
     """
 
     def __init__(self, tokens: CometFFN, channels: CometFFN, dim: int) -> None:
@@ -25,11 +25,15 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Patches, blocks, the mean over the patches and a linear head.
+    """Embedded patches, `depth` blocks, the mean over the patches and a linear head: (B, C * H * W) -> (B, classes).
 
-    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh. p = 1 is the dense model. expansion: hidden widths
-    as multiples of the number of patches (4) and of channels (0.5), as in the paper's base code.
-    Input (B, C * H * W), output (B, classes).
+    Args:
+        image_shape: (C, H, W).
+        patch: side of a patch in pixels; divides H and W.
+        expansion: hidden widths of a block's two feed-forward layers, as multiples of the number of patches and of dim,
+            rounded down. (4, 0.5) is from the code that the paper builds on (Yoshioka 2024).
+
+    p = 1 is the dense model. The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh.
     """
 
     def __init__(

@@ -24,12 +24,15 @@ def comet_mlp(
     dtype: torch.dtype | None = None,
     kind: type[CometMLP] = CometMLP,
 ) -> CometMLP:
-    """The paper's classifier: `layers` linear layers, the layers - 1 hidden ones `width` wide.
+    """A CometMLP with `layers` linear layers, `width` neurons in each hidden one: (..., inputs) -> (..., classes).
 
-    The paper: 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; p = 1 is its "standard model".
-    softplus is the default of the public code. seed: draws backbone and routing; None: torch's own generator does.
-    kind: CometMLP, or a class of models.comparison. Other arguments: as in CometMLP.
-    Input (..., inputs), output (..., classes).
+    Args:
+        seed: of the generator that draws backbone and routing; None: torch's own generator draws them.
+        kind: CometMLP or a subclass of it.
+        p, activation, ties, backend: as in CometMLP.
+
+    The paper (A.1): 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; p = 1 is its "standard
+    model". softplus is the default of a public fork of its code.
     """
     generator = None
     if seed is not None:
@@ -40,7 +43,7 @@ def comet_mlp(
 
 
 def dense_twin(model: CometMLP) -> CometMLP:
-    """A copy of the backbone with p = 1, so that the two models differ only in the masks."""
+    """A dense CometMLP (p = 1) with the weights of `model`."""
     options = {name: getattr(model, name) for name in ("activation", "bias", "ties", "backend")}
     twin = CometMLP(model.widths, 1.0, **options).to(model.output.weight)
     twin.load_state_dict(model.state_dict())

@@ -17,13 +17,14 @@ class MMoE(nn.Module):
         h = [embedding of the user, embedding of the movie]     y_task = head_task(MultiGateMoE(h)_task)
 
     Args:
-        num_users, num_movies: numbers of ids, which begin at 0.
-        gates: one for each task; input h (2 * embedding features), ids: the users.
-        experts: from h to `width` outputs.
+        num_users, num_movies: numbers of ids; ids begin at 0.
+        gates: one for each task, for inputs h (B, 2 * embedding); their ids are the users.
+        experts: from h to (B, width).
         search: the permutation that both tasks share, or None.
-        embedding: features of a user and of a movie. head: width of the hidden layer of a task's head.
+        embedding: width of a user's and of a movie's embedding. Embeddings start ~ U(-0.05, 0.05).
+        head: width of the hidden layer in a task's head.
 
-    Embeddings start uniform in +-0.05, as the paper's code has them. Source: paper 001, supplement S1.2.
+    Source: paper 001, supplement S1.2.
     """
 
     def __init__(

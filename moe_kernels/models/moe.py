@@ -1,7 +1,7 @@
 """Transformers with layers of experts: the GPT of paper 004 (CompeteSMoE), the ViTs of 002 (sparse) and 003 (V-MoE).
 
-The argument `layer` makes the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer.
-CompeteSMoE and the sparse ViT have experts in all blocks, GLaM in every second block, V-MoE in the last two of these.
+The argument `layer` is a function of a block's index: it returns an MoE with output="all", or None for a dense
+feed-forward layer. The sparse ViT has experts in every block, GLaM in every second one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ Layer = Callable[[int], MoE | None]
 
 
 class MoEBlock(nn.Module):
-    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the output of the layer of experts.
+    """A Block with an MoE, x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the MoEOutput.
 
-    The residual already does what StableMoE's pass-through does, x + a FF(LN(x)), so the layer's `pass_through` is
-    ignored. A token without an expert keeps its x.
+    The MoE is called with pass_through=False, since this block adds the residual itself. For a token without an expert
+    MoE(LN(x)) is 0.
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:
-        """options: arguments of Block."""
         super().__init__()
         self.block = Block(dim, heads, moe, **options)
 
@@ -41,10 +40,11 @@ class MoEBlock(nn.Module):
 
 
 class MoEBlocks(nn.Module):
-    """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, list of MoEOutput.
+    """`depth` blocks and a last LayerNorm: x (B, S, D), ids (B, S) -> x (B, S, D) and the MoEOutput of each MoEBlock.
 
-    members: M > 1 for an ensemble (E^3): every sample is repeated M times before the first block with experts, and the
-        gates get the members as ids. The blocks before it run once for each sample.
+    hidden, activation: of the dense feed-forward layers.
+    members: M > 1 for an ensemble (E^3). Every sample is repeated M times before the first block with experts, so the
+        output is (B M, S, D); from there on the id of a token is its member.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MoEBlocks(nn.Module):
     def forward(
         self, x: Tensor, ids: Tensor | None = None, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[MoEOutput]]:
-        """states: a list to which x and the output of every block are appended, for distillation."""
+        """states: a list to which x and every block's output x are appended, for distillation."""
         outputs: list[MoEOutput] = []
         states = [] if states is None else states
         states.append(x)
@@ -94,12 +94,15 @@ class MoEBlocks(nn.Module):
 
 
 class MoEGPT(nn.Module):
-    """Tokens (B, S) -> logits (B, S, vocabulary) and the outputs of the layers of experts. Gates get the tokens as ids.
+    """Tokens (B, S) -> logits (B, S, vocabulary) and the MoEOutput of each layer of experts. Gates get tokens as ids.
 
-    Learned embeddings of tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Both
-    embeddings ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers with dim = hidden from 264 to 352.
-    relative: a learned bias of the attention (see Block) instead of position embeddings, as in GLaM; with
-    activation="geglu" and experts in every second block the model is GLaM's.
+    Learned embeddings of tokens and positions, ~ N(0, 0.02^2), causal pre-norm blocks, logits by the token embedding.
+
+    Args:
+        length: largest S; with relative=True, the argument `relative` of Block, and S may be larger.
+        hidden, activation: of the dense feed-forward layers; an MoE has its own.
+        relative: learned biases of the attention (see Block) instead of position embeddings. GLaM has these,
+            activation="geglu", and experts in every second block.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class MoEGPT(nn.Module):
         return [(each.fc1, each.fc2, each.activation) for each in self.modules() if isinstance(each, FeedForward)]
 
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
-        """states: as in MoEBlocks."""
+        """states: as in MoEBlocks.forward."""
         h = self.tokens(x)
         if self.positions is not None:
             h = h + self.positions[: x.shape[1]]
@@ -140,10 +143,12 @@ class MoEGPT(nn.Module):
 
 
 class MoEViT(nn.Module):
-    """Images (B, C * H * W) -> logits (B, classes) and the outputs of the layers of experts.
+    """Images (B, C * H * W) -> logits (B, classes) and the MoEOutput of each layer of experts.
 
-    Patches, a class token, learned positions, blocks, a linear head on the class token. ids (B,) has one id for each
-    image, which gates get for all of its tokens. With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
+    Patches, a class token, learned positions, blocks, a linear head on the class token. image_shape is (C, H, W). ids
+    (B,): the id of each image, which gates get for every token of the image. With members M > 1 (see
+    nn.gates.ensemble) logits are (B M, classes), and gates get the members instead of ids.
+    hidden, activation: of the dense feed-forward layers; an MoE has its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks with dense or COMET feed-forward layers, and functions that record their masks."""
+"""Pre-norm transformer blocks with dense or COMET (masked) feed-forward layers, and functions that record the masks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROUTER_INPUTS = ("layer", "embedding")
 
 
 class FeedForward(nn.Module):
-    """fc2(act(fc1(x))) with dropout after both: (..., D) -> (..., D).
+    """fc2(act(fc1(x))) with dropout after act and after fc2: (..., D) -> (..., D).
 
-    activation: a name in nn.ACTIVATIONS, or "geglu": gelu(a) * b of fc1(x) = [a, b], fc1 twice as wide.
+    activation: a name in nn.ACTIVATIONS, or "geglu": gelu(a) * b with [a, b] = fc1(x), which has 2 * hidden columns.
     """
 
     def __init__(self, dim: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:
@@ -44,7 +44,7 @@ class Block(nn.Module):
     """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D). causal: no attention to later tokens.
 
     relative: R > 0 adds a learned bias to the attention's logits for every head and distance to the other token;
-        distances from R - 1 on share one bias. Only for causal blocks.
+        distances of R - 1 and more share one bias. Needs causal=True. 0 adds none.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.relative = nn.Parameter(torch.zeros(heads, relative)) if relative else None
 
     def attend(self, x: Tensor) -> Tensor:
-        """x + attention(LN(x))."""
+        """x + attention(LN(x)), with dropout on the attention's result."""
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         bias = None if self.relative is None else self._bias(x.shape[1])
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=self.causal and bias is None)
@@ -87,16 +87,16 @@ class Block(nn.Module):
         return bias.masked_fill(before < 0, -torch.inf)
 
     def forward(self, x: Tensor, *routing: Tensor | None) -> Tensor:
-        """routing: further arguments of the feed-forward layer, such as a CometFFN's bits."""
+        """routing: further arguments of the feed-forward layer, such as the bits of a CometFFN."""
         x = self.attend(x)
         return x + self.ffn(self.norm_ffn(x), *routing)
 
 
 class Blocks(nn.Module):
-    """`depth` blocks and a last LayerNorm.
+    """`depth` blocks with CometFFN layers of keep fraction p, and a last LayerNorm: (B, S, D) -> (B, S, D).
 
-    router_input: "layer" routes each feed-forward layer by its own input; "embedding" routes all of them by the
-    embedded tokens x, through one FixedRouting over all layers, as in the MLP: c_l = V_l z_{l-1}, z_0 = x.
+    router_input: the input from which masks are computed. "layer": each feed-forward layer's own input. "embedding":
+    the input of the first block, from which one FixedRouting computes the masks of all layers, as in CometMLP.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Blocks(nn.Module):
 
 @contextmanager
 def record_masks(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list; each forward in the `with` block appends the masks, bool (..., H), of all CometFFNs in order."""
+    """Yields a list; in the `with` block every call of a CometFFN in `model` appends its mask, bool (..., H)."""
     masks: list[Tensor] = []
 
     def append_mask(layer: CometFFN, args: tuple[Tensor, ...]) -> None:
@@ -150,7 +150,7 @@ def record_masks(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The masks, bool (..., H), of all CometFFNs in model(x), in order."""
+    """The masks, bool (..., H), of all CometFFNs in model(x), in the order of their calls."""
     with record_masks(model) as masks:
         model(x)
     return masks

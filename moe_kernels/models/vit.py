@@ -10,22 +10,24 @@ from moe_kernels.models.transformer import Blocks
 
 
 def patch_grid(image_shape: tuple[int, int, int], patch: int) -> tuple[int, int]:
-    """Rows and columns of patches, H / patch and W / patch; ValueError unless these are whole numbers."""
+    """Rows and columns of patches, H / patch and W / patch; ValueError unless patch >= 1 divides H and W."""
     _, height, width = image_shape
     if patch < 1 or height % patch or width % patch:
-        raise ValueError(f"patches: expected sides of a multiple of {patch} pixels, got {height} x {width}")
+        raise ValueError(
+            f"patches: expected a patch of at least 1 pixel that divides both sides, got {patch} for {height} x {width}"
+        )
     return height // patch, width // patch
 
 
 def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
-    """Images (B, C * H * W) -> (B, H / patch * W / patch, C * patch * patch), row by row of patches."""
+    """Images (B, C * H * W) -> patches (B, H / patch * W / patch, C * patch * patch), row by row."""
     rows, columns = patch_grid(image_shape, patch)
     x = x.reshape(-1, image_shape[0], rows, patch, columns, patch)
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C * H * W) -> (B, 1 + patches, dim): class token and projected patches, plus learned positions."""
+    """Images (B, C * H * W) -> (B, 1 + patches, dim): class token, then projected patches, plus learned positions."""
 
     def __init__(self, image_shape: tuple[int, int, int], patch: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -44,8 +46,9 @@ class PatchEmbedding(nn.Module):
 class ViT(nn.Module):
     """Patches, a class token and learned positions, blocks, and a linear head on the class token.
 
-    The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 or 6144, patch 4, dropout 0.1, p = 0.5, tanh. p = 1 is the
-    dense model. Input (B, C * H * W), output (B, classes).
+    Input (B, C * H * W), output (B, classes). image_shape is (C, H, W); router_input: see Blocks. p = 1 is the dense
+    model. The paper: depth 6, 8 heads, hidden 512, 3072 or 6144, patch 4, dropout 0.1, p = 0.5, tanh; dim 512 is from
+    the code that it builds on (Yoshioka 2024).
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""torch.nn modules on the operations of moe_kernels: layers, gates, policies, losses, schedules, state dict layouts."""
+"""Layers, gates, policies, losses, schedules and layouts of state dicts, built on the operations of moe_kernels."""
 
 from moe_kernels.nn import convert, schedules
 from moe_kernels.nn._output import collect_outputs
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
-from moe_kernels.nn.gates import *  # noqa: F403 it defines __all__
+from moe_kernels.nn.gates import *  # noqa: F403 the package gates defines __all__
 from moe_kernels.nn.gates import __all__ as _gates
 from moe_kernels.nn.gates.ensemble import ensemble_log_probs, tile
 from moe_kernels.nn.local_search import LocalSearch

@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not trace."""
+"""A decorator for functions that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def on_the_host(reason: str) -> Callable[[Function], Function]:
-    """torch.compiler.disable(reason=reason), applied at the first call in a process that has loaded the compiler.
+    """The decorator torch.compiler.disable(reason=reason), applied at the first call after torch._dynamo was imported.
 
-    torch's decorator imports the compiler when it decorates, which adds 2.3 s to the import of this package.
+    torch's decorator imports torch._dynamo when it decorates, which would add 2.3 s to the import of this package.
     """
 
     def decorate(function: Function) -> Function:
@@ -29,7 +29,7 @@ def on_the_host(reason: str) -> Callable[[Function], Function]:
                 disabled.append(torch.compiler.disable(function, reason=reason))
             return disabled[0](*args, **kwargs)
 
-        # Attributes that torch.compiler.disable sets: they make the compiler break its graph at the call, untraced.
+        # torch.compiler.disable sets these attributes; they make torch.compile break its graph at the call.
         call._torchdynamo_disable = True  # type: ignore[attr-defined]
         call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return cast(Function, call)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def attach_unused(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """y. Inside torch.distributed its backward also gives every trainable parameter in `parameters` a zero gradient.
+    """Returns y. If torch.distributed is initialised, backward of y gives the trainable `parameters` a zero gradient.
 
-    DistributedDataParallel fails in the step after one in which a parameter got no gradient. In a single process the
-    gradient stays None, so that weight decay and momentum do not change the parameter.
+    DistributedDataParallel fails in the step after one in which a parameter got no gradient. Without torch.distributed
+    the gradient stays None, so that weight decay and momentum do not change the parameter.
     """
     if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return y
-    # Without DTensors (they have `placements`): nn.parallel.data_parallel hides them from DistributedDataParallel.
+    # DTensors, which have `placements`, are left out: nn.parallel.data_parallel makes DDP ignore them.
     unused = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]
     return _AttachUnused.apply(y, *unused) if unused else y
 

@@ -19,14 +19,17 @@ Hook = Callable[..., Any]
 
 
 class OutputModule(nn.Module):
-    """A module whose output is a registered dataclass of tensors.
+    """A module whose output is a dataclass of tensors, registered as a pytree.
 
-    torch calls full backward hooks for outputs that are a tensor or a tuple of tensors. Here they are called for a
-    dataclass as well: `grad_output` holds the gradients of the output's tensors that require one, in field order.
+    torch calls full backward hooks for outputs that are a tensor or a tuple of tensors, this class for a dataclass too.
+    A hook's `grad_output` has the gradient of each tensor of the output that requires one, in the order of the fields.
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter and random buffer anew, as the constructor does; needed after to_empty."""
+        """Draws every parameter and random buffer anew; needed after to_empty.
+
+        The default calls reset_parameters of the child modules. A module with parameters of its own must override it.
+        """
         reset(self, generator)
 
     def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
@@ -56,8 +59,6 @@ class OutputModule(nn.Module):
 
 
 class _HandlePair(RemovableHandle):
-    """One handle that removes two hooks."""
-
     def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
         self.handles = first, second
 
@@ -67,7 +68,7 @@ class _HandlePair(RemovableHandle):
 
 
 class Outputs(list[Any]):
-    """The MoEOutput of every call, in the order of the calls."""
+    """The MoEOutputs that a `collect_outputs` block collects, in the order of the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +76,12 @@ class Outputs(list[Any]):
 
     @property
     def loss(self) -> Any:
-        """The sum of all losses of all layers: a tensor (), or the int 0 if no layer ran."""
+        """The sum of all losses of all outputs: a tensor (), or the int 0 if there are no outputs."""
         return sum(output.loss for output in self)
 
 
 class _Thread(local):
-    """outputs: the list of this thread's innermost collect_outputs. torch.compile could not trace a ContextVar."""
+    """outputs: the list of the thread's innermost collect_outputs, or None. torch.compile cannot trace a ContextVar."""
 
     outputs: Outputs | None = None
 
@@ -90,15 +91,16 @@ _thread = _Thread()
 
 @contextmanager
 def collect_outputs() -> Iterator[Outputs]:
-    """Collects the MoEOutput of every MoE(..., output="tensor") that runs inside the block.
+    """Collects the MoEOutput of every MoE(..., output="tensor") that this thread runs inside the block.
 
-    Add `outputs.loss` to the task's loss. `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is
-    the sum of their losses. Blocks may be nested: the innermost one collects. A forward that torch.utils.checkpoint
-    repeats in the backward pass is not collected again.
+    `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is the sum of their losses, to be added
+    to the task's loss. Blocks may be nested: the innermost one collects. A forward that torch.utils.checkpoint repeats
+    in the backward pass is not collected again.
 
     Raises:
-        RuntimeError: a layer with losses runs without gradients inside a block that was entered with gradients, such
-            as under torch.utils.checkpoint(use_reentrant=True): its losses would have no gradient.
+        RuntimeError: a layer with losses runs with gradients disabled, such as under
+            torch.utils.checkpoint(use_reentrant=True), inside a block that was entered with gradients enabled. The
+            losses would have no gradient.
 
     Example:
         >>> model = torch.nn.Sequential(MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), output="tensor"))
@@ -116,13 +118,14 @@ def collect_outputs() -> Iterator[Outputs]:
 
 
 def collect(output: Any) -> None:
-    """Appends a layer's output to those of the innermost `collect_outputs`, if there is one."""
+    """Appends a layer's output to the list of this thread's innermost `collect_outputs`, if there is one."""
     outputs = _thread.outputs
     if outputs is None or is_recomputing():
         return
     if output.losses and outputs.with_gradients and not torch.is_grad_enabled():
         raise RuntimeError(
-            "collect_outputs: a layer with losses ran without gradients inside a block with gradients, so its losses "
-            "have none; use torch.utils.checkpoint(..., use_reentrant=False), or enter the block under no_grad"
+            "collect_outputs: a layer with losses ran with gradients disabled inside a block that was entered with "
+            "gradients enabled, so its losses have no gradient; use torch.utils.checkpoint(..., use_reentrant=False), "
+            "or enter the block under no_grad"
         )
     outputs.append(output)

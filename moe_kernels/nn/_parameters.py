@@ -1,4 +1,4 @@
-"""Initialisation of the parameters of gates and experts, in constructors and by `reset_parameters`."""
+"""Parameters of gates and experts: their initialisation and, for gates, their dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class RouterLinear(nn.Linear):
     """An nn.Linear with the initial distribution of a gate.
 
-    bound: weight ~ U(-bound, bound); None: as nn.Linear. zero_bias: the bias is 0 instead of nn.Linear's.
+    bound: weight ~ U(-bound, bound); None: as in nn.Linear. zero_bias: the bias starts at 0, not as in nn.Linear.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class RouterLinear(nn.Linear):
             self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the weight and the bias anew."""
         if generator is None:
             super().reset_parameters()
         else:
@@ -50,7 +49,10 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """If keep_float32 is True, float32 parameters and buffers stay float32 under `.half()` and the like (see Gate)."""
+    """float32 tensors stay float32 where `.half()`, `.bfloat16()` or `.to()` would make them 16-bit (see Gate).
+
+    keep_float32: False converts them too.
+    """
 
     keep_float32 = True
 
@@ -59,7 +61,7 @@ class KeepsFloat32(nn.Module):
 
 
 def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """fn(tensor), but float32 does not become bfloat16 or float16."""
+    """fn(tensor); float32 that fn would convert to bfloat16 or float16 only moves to the device of the result."""
     result = fn(tensor)
     narrowed = tensor.dtype == torch.float32 and result.dtype in (torch.bfloat16, torch.float16)
     return tensor.to(result.device) if narrowed else result
@@ -68,7 +70,7 @@ def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 def reset(module: nn.Module, generator: torch.Generator | None) -> None:
     """Calls reset_parameters of every child, with the generator if the method takes one.
 
-    For a child without the method it does the same with the child's own children.
+    The children of a child without the method are treated in the same way.
     """
     for child in module.children():
         method: Any = getattr(child, "reset_parameters", None)
@@ -81,19 +83,18 @@ def reset(module: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator | None) -> None:
-    """Draws a parameter from U(-bound, bound) in place, unless it is None."""
+    """Draws a parameter from U(-bound, bound) in place; None is left out."""
     if parameter is not None:
         with torch.no_grad():
             parameter.uniform_(-bound, bound, generator=generator)
 
 
 def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
-    """A parameter of that shape with undefined values. options: arguments of torch.empty."""
     return nn.Parameter(torch.empty(shape, **options))
 
 
 def linear_init_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
-    """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does."""
+    """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does; None is left out."""
     uniform_(parameter, 1 / math.sqrt(fan_in) if fan_in else 0.0, generator)
 
 

@@ -1,4 +1,4 @@
-"""Layers under torch.utils.checkpoint, which runs a forward a second time in the backward pass."""
+"""Functions for layers under torch.utils.checkpoint, which repeats a forward in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 def is_recomputing() -> bool:
-    """Whether this forward is one that the backward pass runs a second time."""
+    """Whether this forward runs inside a backward pass, as one that a checkpoint repeats; False under torch.compile."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def refuse_reentrant(name: str) -> None:
     """Raises if torch.utils.checkpoint(use_reentrant=True) calls the forward of a module that returns a dataclass.
 
-    That checkpoint gives gradients only to a tensor or a tuple of tensors; gradients of a dataclass would be lost. A
-    layer inside a checkpointed block that returns a tensor works, so only a direct call raises.
+    This checkpoint gives gradients only to a tensor or a tuple of tensors; those of a dataclass would be lost. Inside a
+    checkpointed function that returns a tensor the module works, so only a direct call by the checkpoint raises.
 
     Raises:
         RuntimeError: the checkpoint calls the module directly.
@@ -32,19 +32,20 @@ def refuse_reentrant(name: str) -> None:
     if frame and frame.f_code is CheckpointFunction.forward.__code__:
         raise RuntimeError(
             f"{name}: torch.utils.checkpoint(use_reentrant=True) gives gradients to tensors alone, and {name} returns "
-            f"a dataclass; use use_reentrant=False, or a layer with output='tensor'"
+            f"a dataclass; use use_reentrant=False, or an MoE with output='tensor'"
         )
 
 
 def noise_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Returns `generator`, which draws a gate's noise; None is torch's own generator.
+    """Returns `generator`, from which a gate draws; None is torch's own generator.
 
     Raises:
-        RuntimeError: under recomputation `generator` would draw other noise than before, and the choice would differ.
+        RuntimeError: `generator` is not None and a checkpoint repeats the forward. The repeated forward would draw
+            other numbers than the first one and could choose other experts.
     """
     if generator is not None and is_recomputing():
         raise RuntimeError(
-            "gate: torch.utils.checkpoint restores only the state of torch's own generator; another generator would "
-            "draw other noise when the forward runs again; use generator=None"
+            "gate: torch.utils.checkpoint restores only the state of torch's own generator; the gate's generator would "
+            "draw other numbers when the forward runs again; use generator=None"
         )
     return generator

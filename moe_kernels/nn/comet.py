@@ -4,9 +4,8 @@
     a_l = W_l x_{l-1} + b_l,  x_l = m_l * f(a_l)                              backbone, eqs. 7 and 8; l = 1 .. L-1
     output = W_L x_{L-1} + b_L                                                never masked
 
-C_k(c) is 1 for the k largest elements of c and 0 for the others; f is the backbone's activation, g the routing's.
-moe_kernels.kwta selects; this file has the parameters and the order of the calls.
-Eq. 7 has no bias. The backbone here has one, as in eq. 1 and in the public code. The routing has no bias.
+C_k(c) is 1 for the k largest elements of c and 0 for the others (see moe_kernels.kwta). f is the backbone's activation,
+g the routing's. Eq. 7 prints no bias; the backbone here has one by default, as in eq. 1. The routing has none.
 """
 
 from __future__ import annotations
@@ -43,25 +42,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FixedRouting(nn.Module):
-    """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the active neurons of every layer, as bits.
+    """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the active neurons of every hidden layer, as bits.
 
         c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
-    V_l (N_l, N_{l-1}) is the buffer `weight_l`. It is no parameter; it is saved in the state dict and moves with the
-    module. The masks depend only on x_0, so masks of samples that are used again can be computed once (`kept`). Neither
-    V nor x_0 gets a gradient. x_0 is converted to the dtype of V and autocast is switched off, so masks do not depend
-    on autocast.
+    C_k(c) is 1 for the k largest elements of c, else 0. V_l (N_l, N_{l-1}) is the buffer `weight_l`; state dicts hold
+    it. The masks depend only on x_0, so those of samples that are used again can be computed once (`kept`). Neither V
+    nor x_0 gets a gradient. x_0 is converted to the dtype of V; autocast has no effect.
 
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
         p: keep fraction, 0 < p <= 1.
-        ties: tie rule of kwta.
-        backend: backend of kwta; None chooses one.
+        ties, backend: as in kwta.
         generator: draws V, on the device of V; None is torch's own generator.
 
     Raises:
-        ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule.
+        ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule or backend.
 
     Example:
         >>> masks = FixedRouting((8, 20, 10), p=0.3).masks(torch.randn(5, 8))
@@ -122,15 +119,15 @@ class FixedRouting(nn.Module):
 
 
 class MaskedLinear(nn.Linear):
-    """A linear layer that keeps the k neurons with the highest scores.
+    """A linear layer in which the k neurons with the highest scores c are active; the others have the value +0.
 
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
-    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). An inactive neuron gives a gradient of zero to its row
-    of W, to its entry of b and to x_{l-1}. The scores c get no gradient. If the masks are known, pass them as bits
-    instead of scores; an inactive neuron is then +0 and passes no gradient on, even if its pre-activation is NaN or
-    infinite. The output has the dtype of f(W x + b). If c has another dtype, both are converted to their common dtype
-    for the selection and the result back; this is exact, since kwta copies the values that it keeps.
+    C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
+    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero. If known
+    masks are passed as bits instead of scores, this gradient is zero even for a NaN or infinite pre-activation. The
+    output has the dtype of f(W x + b). Scores and values of different dtypes are converted to their common dtype for
+    the selection, which is exact.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -139,7 +136,7 @@ class MaskedLinear(nn.Linear):
         bias, device, dtype: as in torch.nn.Linear.
 
     Raises:
-        ValueError, TypeError: k outside [0, out_features], an unknown activation or tie rule.
+        ValueError, TypeError: k outside [0, out_features], an unknown activation, tie rule or backend.
 
     Example:
         >>> y = MaskedLinear(8, 20, k=5, activation="tanh")(torch.randn(3, 8), torch.randn(3, 20))
@@ -173,13 +170,13 @@ class MaskedLinear(nn.Linear):
     def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
         """x (..., N_in), scores c (..., N_out) or bits (..., ceil(N_out / 32)) -> (..., N_out).
 
-        Without scores and bits all neurons are active, as in a dense layer.
+        With bits, c and k are not used. Without scores and bits all neurons are active, as in a dense layer.
         """
         values = super().forward(x)
         if bits is not None:
-            # The mask comes before f: the derivative of f at NaN or infinity could turn a gradient of zero into NaN.
+            # The mask comes before f, whose derivative at NaN or infinity could turn a gradient of zero into NaN.
             values = self._activate(kwta_apply(values, bits, backend=self.backend))
-            # softplus is the only f with f(0) != 0, so its values are masked once more.
+            # Only softplus has f(0) != 0, so only its values need a second mask.
             return kwta_apply(values, bits, backend=self.backend) if self.activation == "softplus" else values
         values = self._activate(values)
         if c is None:
@@ -200,16 +197,17 @@ class CometFFN(nn.Module):
 
         c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
 
-    The paper only says that the random projection and the cap (kWTA) are applied in the MLP layers. Here V is frozen
-    and multiplies the layer's input (layer-wise routing), and the output is not masked. Other masks, such as those of a
-    FixedRouting over the embedded tokens, can be passed as `bits`. p = 1 is the dense layer; V is still drawn.
+    C_k(c) is 1 for the k largest elements of c, else 0. The paper only says that the random projection and the cap C_k
+    are applied in the MLP layers. Here the projection V is frozen and multiplies the layer's input; the output is not
+    masked. Other masks, such as those of a FixedRouting over the embedded tokens, can be passed as `bits`. p = 1 is the
+    dense layer; V is still drawn.
 
     Args:
         dim, hidden: D, H; V is (H, D).
-        p: keep fraction of the hidden neurons.
+        p: keep fraction of the hidden neurons, 0 < p <= 1; k = k_from_fraction(p, H).
         activation: f, a name in ACTIVATIONS.
         dropout: rate after the hidden layer and after the output.
-        ties: tie rule of kwta.
+        ties: as in kwta.
 
     Input (..., D), output (..., D).
 
@@ -238,7 +236,7 @@ class CometFFN(nn.Module):
         self.router = FixedRouting((dim, hidden), p, ties=ties, device=device, dtype=dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the layers and the routing anew."""
+        """Draws the two linear layers and V anew."""
         reset(self, generator)
 
     def extra_repr(self) -> str:
@@ -246,18 +244,18 @@ class CometFFN(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Whether every neuron is active for every input."""
+        """Whether every neuron is active for every input, unless bits are passed."""
         return self.hidden.k == self.hidden.out_features
 
     def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
-        """x (..., D) -> (..., D). bits (..., ceil(H / 32)): the active neurons; None: V x selects them."""
+        """x (..., D) -> (..., D). bits, int32 (..., ceil(H / 32)): the active neurons; None: V x selects them."""
         if bits is None and not self.dense:
             (bits,) = self.router(x)
         x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
         return F.dropout(self.output(x), self.dropout, self.training)
 
     def mask(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
-        """bool (..., H): the active neurons of `forward`."""
+        """bool (..., H): the hidden neurons that are active in `forward` with the same arguments."""
         if bits is not None:
             return unpack_bits(bits, self.hidden.out_features)
         if self.dense:
@@ -268,8 +266,8 @@ class CometFFN(nn.Module):
 class CometMLP(nn.Module):
     """The MLP of paper 000: L linear layers. A FixedRouting masks the L-1 hidden ones; the output is never masked.
 
-    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing does not run. V is still drawn and
-    saved, so that state dicts of all p are interchangeable and a generator gives the same weights at every p.
+    p = 1 is the dense MLP, bit for bit: the routing does not run. Its weights V are still drawn and saved, so that
+    state dicts of all p are interchangeable and a generator gives the same weights at every p.
 
     Args:
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
@@ -280,7 +278,8 @@ class CometMLP(nn.Module):
         generator: draws the backbone, first layer to last, then the routing; None is torch's own generator.
 
     Raises:
-        ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown name.
+        ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown activation, tie
+            rule or backend.
 
     Example:
         >>> model = CometMLP((784, 1000, 1000, 10), p=0.1)
@@ -305,7 +304,7 @@ class CometMLP(nn.Module):
         self.widths, self.p = _widths("CometMLP", widths, 3), p
         self.activation, self.bias, self.ties, self.backend = activation, bias, ties, backend
         hidden = self.widths[:-1]
-        # On the meta device constructors draw no weights, so torch's own generator is not used. reset_parameters draws.
+        # Constructors draw no weights on the meta device, so only reset_parameters draws, with `generator`.
         self.router = FixedRouting(hidden, p, ties=ties, backend=backend, device="meta", dtype=dtype)
         self.hidden = nn.ModuleList(
             MaskedLinear(
@@ -328,16 +327,16 @@ class CometMLP(nn.Module):
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         """x_0 (..., N_0) -> a_L (..., N_L).
 
-        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known. The routing then does not run.
-        samples: (...), for each row of x_0 the row of `bits` that is its mask. `bits` then holds the masks
-            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. With such masks a training step of recipe
-            comet on digits (batches of 32, one CPU thread) takes 1.8, 1.3 and 1.03 times as long as a step of the dense
-            model, with hidden layers of 100, 500 and 1000 neurons.
+        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; the routing then does not run.
+        samples: int32 or int64 (...), for each row of x_0 its row in `bits`, which then holds the masks
+            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. ValueError without `bits`.
         """
-        if bits is None and not self.dense:
-            bits = self.router(x)
-        if bits is not None and samples is not None:
+        if samples is not None:
+            if bits is None:
+                raise ValueError("CometMLP: samples must be None without bits, whose rows they name; got a tensor")
             bits = _rows_of_samples(bits, samples, x)
+        elif bits is None and not self.dense:
+            bits = self.router(x)
         masks = [None] * len(self.hidden) if bits is None else bits
         for layer, mask in zip(self.hidden, masks, strict=True):
             x = layer(x, bits=mask)
@@ -351,7 +350,7 @@ class CometMLP(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Whether every neuron is active for every input."""
+        """Whether every neuron is active for every input, unless bits are passed."""
         return self.router.ks == self.router.widths[1:]
 
     def extra_repr(self) -> str:
@@ -359,7 +358,7 @@ class CometMLP(nn.Module):
 
 
 def _rows_of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list[Tensor]:
-    """The masks of the samples with these indices; index_select raises for indices out of range."""
+    """The rows `samples` of every layer's masks; index_select refuses indices out of range."""
     check_tensor("CometMLP", "samples", samples, INDEX)
     if samples.shape != x.shape[:-1]:
         raise ValueError(
@@ -370,12 +369,14 @@ def _rows_of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list
 
 
 def _draw(weight: Tensor, n_in: int, generator: torch.Generator | None) -> None:
-    """The paper's distribution for W and V, which is also torch.nn.Linear's default."""
+    """Draws W, b or V in place from U(-1/sqrt(n_in), 1/sqrt(n_in)), as paper 000 and torch.nn.Linear do."""
     bound = 1 / sqrt(n_in)
     weight.uniform_(-bound, bound, generator=generator)
 
 
 def _widths(name: str, widths: Sequence[int], minimum: int) -> tuple[int, ...]:
     if isinstance(widths, int) or len(widths) < minimum:
-        raise ValueError(f"{name}: widths must name at least {minimum} layers, the input first; got {widths!r}")
+        raise ValueError(
+            f"{name}: widths must be a sequence of at least {minimum} sizes, first the input's; got {widths!r}"
+        )
     return tuple(check_int(name, "a width", width, 1, 2**31 - 1, "neurons of a layer") for width in widths)

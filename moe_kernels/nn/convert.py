@@ -1,17 +1,18 @@
-"""Converts the state dict of an ExpertMLP from and to two layouts: one nn.Linear per expert, or stacked tensors.
+"""Converts the state dict of an ExpertMLP from and to two layouts: nn.Linear of single experts, or stacked tensors.
 
     ExpertMLP  w_in (E, D, H or 2 H), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); 2 H: gate, then up
-    linear     {e}.w1.weight (H, D), {e}.w3.weight (H, D), {e}.w2.weight (Dout, H) and biases: Mixtral's experts
-    stacked    gate_up_proj (E, 2 H, D), down_proj (E, Dout, H), gate_up_proj_bias, down_proj_bias: transformers 5
+    linear     {e}.w1.weight (H, D), {e}.w3.weight (H, D), {e}.w2.weight (Dout, H), as Mixtral's; biases, if any
+    stacked    gate_up_proj (E, 2 H, D), down_proj (E, Dout, H), as in transformers 5; biases, if any, end in "_bias"
 
     layer.experts.load_state_dict(from_linear(checkpoint, "model.layers.0.block_sparse_moe.experts."))
 
-Functions from_* read the keys that begin with `prefix`, functions to_* write them. All return new contiguous tensors.
+The functions from_* read the keys that begin with `prefix`; the functions to_* put `prefix` before their keys. All
+return new contiguous tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +23,15 @@ OURS = ("w_in", "w_out", "b_in", "b_out")
 
 
 def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) -> dict[str, Tensor]:
-    """The state dict of an ExpertMLP, from one nn.Linear for every expert: keys prefix + "{e}.{name}.weight", ".bias".
+    """The state dict of an ExpertMLP, from nn.Linear layers: keys prefix + "{e}.{name}.weight" and, if any, ".bias".
 
     Args:
         names: (gate, up, down) of gated experts, as Mixtral's, or (in, out) of others.
 
     Raises:
         KeyError: there is no expert, an expert or a layer is missing, or a key is unknown.
-        ValueError: a shape differs from that of expert 0, or the layers of an expert do not fit each other.
+        ValueError: a shape differs from that of expert 0, the layers of an expert do not fit each other, or `names` has
+            another length.
 
     Example:
         >>> state = convert.to_linear(ExpertMLP(2, 4, 8, activation="swiglu", bias=False).state_dict())
@@ -40,20 +42,19 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
     tensors = _without_prefix(state, prefix)
     count = 1 + max((int(key.split(".")[0]) for key in tensors if key.split(".")[0].isdecimal()), default=-1)
     if not count:
-        raise KeyError(f"from_linear: expected keys {prefix}0.{names[0]}.weight, ...; got none that begins so")
+        raise KeyError(f"from_linear: expected keys {prefix}0.{names[0]}.weight, ...; got {_first_keys(state, '')}")
     kinds = ("weight", "bias") if f"0.{names[0]}.bias" in tensors else ("weight",)
     expected_keys = {f"{e}.{name}.{kind}" for e in range(count) for name in names for kind in kinds}
     _check_keys("from_linear", expected_keys, set(tensors), prefix)
 
     def stack(name: str, kind: str) -> Tensor:
         each = [tensors[f"{e}.{name}.{kind}"] for e in range(count)]
+        rank = 2 if kind == "weight" else 1
         for e, value in enumerate(each):
-            if value.shape != each[0].shape or value.dim() != (2 if kind == "weight" else 1):
-                first = tuple(each[0].shape)
-                key = f"{prefix}{e}.{name}.{kind}"
-                raise ValueError(
-                    f"from_linear: {key} must have the shape of expert 0, {first}; got {tuple(value.shape)}"
-                )
+            if value.dim() != rank or value.shape != each[0].shape:
+                expected = f"have the shape of expert 0, {tuple(each[0].shape)}" if e else f"be {rank}-dimensional"
+                got = f"{prefix}{e}.{name}.{kind} must {expected}; got {tuple(value.shape)}"
+                raise ValueError(f"from_linear: {got}")
         return torch.stack(each)
 
     weights = [stack(name, "weight") for name in names]
@@ -73,9 +74,9 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
 
 
 def to_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) -> dict[str, Tensor]:
-    """The inverse of `from_linear`: from an ExpertMLP's state dict, keys prefix + "{e}.{name}.weight" and ".bias".
+    """The inverse of `from_linear`: the state dict of an ExpertMLP -> keys prefix + "{e}.{name}.weight" and ".bias".
 
-    Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
+    Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other or `names`.
 
     Example:
         >>> sorted(convert.to_linear(ExpertMLP(1, 4, 8, activation="swiglu", bias=False).state_dict()))
@@ -110,7 +111,7 @@ def from_stacked(
     Args:
         names: names of the two weights; ("up_proj", "down_proj") for experts without a gate. A bias is name + "_bias".
         transposed: gate_up_proj is (E, D, 2 H) and down_proj (E, H, Dout), as in Llama 4 and gpt_oss.
-        interleaved: columns of gate and up alternate, as in gpt_oss, instead of all of gate first.
+        interleaved: the 2 H columns alternate between gate and up, as in gpt_oss, instead of all of gate first.
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
 
@@ -134,6 +135,7 @@ def from_stacked(
         found |= {"b_in": tensors[f"{inner}_bias"], "b_out": tensors[f"{outer}_bias"]}
     _check_shapes("from_stacked", found)
     if interleaved:
+        _check_gated("from_stacked", found)
         found |= {name: _deinterleave(found[name]) for name in ("w_in", "b_in") if name in found}
     return {name: value.clone(memory_format=torch.contiguous_format) for name, value in found.items()}
 
@@ -146,7 +148,7 @@ def to_stacked(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> dict[str, Tensor]:
-    """The inverse of `from_stacked`, with its arguments and errors.
+    """The inverse of `from_stacked`, with the same arguments and errors.
 
     Example:
         >>> state = ExpertMLP(2, 4, 8, activation="swiglu", bias=False).state_dict()
@@ -166,7 +168,7 @@ def to_stacked(
 
 
 def _without_prefix(state: State, prefix: str) -> dict[str, Tensor]:
-    """The entries of a state dict whose keys begin with `prefix`, by the rest of the key."""
+    """The entries whose keys begin with `prefix`, which is removed from the keys."""
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
 
@@ -187,9 +189,16 @@ def _names(function: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_keys(function: str, expected: set[str], got: set[str], prefix: str) -> None:
-    for keys, problem in ((expected - got, "is missing"), (got - expected, "is unknown")):
-        if keys:
-            raise KeyError(f"{function}: {prefix}{min(keys)} {problem}; expected {len(expected)} keys, got {len(got)}")
+    if missing := expected - got:
+        raise KeyError(f"{function}: {prefix}{min(missing)} is missing; got {_first_keys(got, prefix)}")
+    if unknown := got - expected:
+        raise KeyError(f"{function}: {prefix}{min(unknown)} is unknown; expected {_first_keys(expected, prefix)}")
+
+
+def _first_keys(keys: Iterable[str], prefix: str) -> str:
+    """At most six of the keys, for a message."""
+    names = [prefix + key for key in sorted(keys)]
+    return ", ".join(names[:6] + ["..."] * (len(names) > 6)) or "no keys"
 
 
 def _check(function: str, state: State, gated: bool) -> None:
@@ -199,8 +208,14 @@ def _check(function: str, state: State, gated: bool) -> None:
         if state[name].dim() != 3:
             raise ValueError(f"{function}: {name} must have 3 dimensions, got shape {tuple(state[name].shape)}")
     _check_shapes(function, state)
-    if gated and state["w_in"].shape[2] != 2 * state["w_out"].shape[1]:
-        expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
+    if gated:
+        _check_gated(function, state)
+
+
+def _check_gated(function: str, state: State) -> None:
+    """Raises unless w_in has 2 H columns."""
+    expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
+    if got != expected:
         raise ValueError(f"{function}: w_in of gated experts must have 2 H = {expected} columns, got {got}")
 
 

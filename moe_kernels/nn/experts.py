@@ -1,4 +1,4 @@
-"""The experts of a layer. Every parameter holds the numbers of all experts; a RoutingPlan assigns rows to experts."""
+"""Experts of a layer in one module: the first dimension of each parameter is E; a RoutingPlan groups rows by expert."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moe_kernels.plan import RoutingPlan
 class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
-    `rows(x, plan)` (R, Dout) are the experts' outputs for the R rows of the plan, before weighting. If several gates
-    share the experts, each computes combine(rows, plan, weights). A subclass defines `outputs`: rows before dropout.
+    `rows(x, plan)` returns the experts' outputs (R, Dout) for the R rows of the plan, before weighting. MultiGateMoE
+    combines them once for each gate. A subclass defines `outputs`, which returns the rows before dropout.
 
     Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which sends rows
-    to the ranks that own their experts and outputs back. num_experts stays the number of all experts.
+    to the ranks that own their experts and the outputs back. num_experts stays the number of all experts.
 
-    Autocast: as torch.nn.Linear. If autocast is on for the device of x, x and the parameters are cast to autocast's
-    dtype, and the output has this dtype; each gradient has the dtype of its tensor. As in torch, float64 is not cast.
-    Gate weights are not cast. The weighted sums are computed in float32, those of float64 rows in float64.
+    Autocast acts as on torch.nn.Linear: if it is on for the device of x, x and the parameters are cast to its dtype,
+    and the output has this dtype; each gradient has the dtype of its tensor. As in torch, float64 is not cast. Gate
+    weights are not cast. The weighted sums are computed in float32, those of float64 rows in float64.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
@@ -73,9 +73,10 @@ class Experts(nn.Module):
         return f"{shapes}, activation={self.activation!r}, dropout={self.dropout:g}"
 
     def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
-        """part: "output" returns the weighted sums (T, Dout); "rows" and "norms" what the method of that name returns.
+        """part: "output" returns the weighted sums (T, Dout); "rows" and "norms" call the method of that name.
 
-        Layers and gates call the module, not the method, so that its hooks run: those of fully_shard gather parameters.
+        Layers and gates pass `part` instead of calling the method, so that the module's hooks run; those of fully_shard
+        gather the parameters.
         """
         if part == "norms":
             return self.norms(x)
@@ -89,15 +90,15 @@ class Experts(nn.Module):
 
 
 class ExpertLayer(Experts):
-    """Experts of one linear layer: dropout(act(x W_e + b_e)); for MovieLens paper 001 has ReLU, dropout 0.5.
+    """Experts of one linear layer: dropout(act(x W_e + b_e)). Paper 001 uses ReLU and dropout 0.5 for MovieLens.
 
     Args:
         num_experts, dim, out: E, D, Dout.
         activation: as in grouped_gemm.
         dropout: rate after the activation.
 
-    Parameters: weight (E, D, Dout) and bias (E, Dout), with 2 Dout columns if the activation is gated; each expert is
-    initialised as an nn.Linear.
+    Parameters: weight (E, D, Dout) and, if `bias`, bias (E, Dout); with a gated activation they have 2 Dout columns.
+    Each expert is initialised as an nn.Linear.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
@@ -143,10 +144,10 @@ class ExpertMLP(Experts):
         num_experts, dim, hidden: E, D, H.
         out: Dout, D if None.
         activation: as in expert_mlp; a gated activation turns 2 H columns into H values.
-        dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` applies it to each row instead.
+        dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` applies dropout to each row.
 
-    Parameters: w_in (E, D, H, or 2 H if gated), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); each expert is
-    initialised as two nn.Linear.
+    Parameters: w_in (E, D, H, or 2 H if gated), w_out (E, H, Dout) and, if `bias`, b_in (E, H or 2 H) and b_out
+    (E, Dout). Each expert is initialised as two nn.Linear.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32, activation="swiglu")
@@ -204,11 +205,11 @@ class ExpertMLP(Experts):
         return self._apply_dropout(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
 
     def norms(self, x: Tensor) -> Tensor:
-        """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""
+        """(T, E): the l2 norm of every expert's output for every token of x (T, D), in the dtype of the parameters."""
         return self.own_norms(x) if self.exchange is None else self.exchange.norms(self, x)
 
     def own_norms(self, x: Tensor) -> Tensor:
-        """`norms` of this process's experts alone."""
+        """The columns of `norms` for this process's experts."""
         x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         norms = expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend)
         return norms.to(self.w_in.dtype)

@@ -4,10 +4,10 @@
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
     regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
-Stage one has the training steps t = 1 .. T - 1, with log10 tau = -3 - 4 t / T and R = int(20 + 130 t / T). At t = T the
-last S becomes a permutation by linear assignment, and from then on U receives no gradient. With the permutation's
-matrix P, the paper prints P g; the published code and this file compute g P. Evaluation always uses the hard
-permutation, in stage one as well.
+Stage one is the training steps t = 1 .. T - 1; in the paper's schedule log10 tau = -3 - 4 t / T and
+R = int(20 + 130 t / T). At t = T linear assignment turns the last S into a (hard) permutation, and from then on U
+receives no gradient. With the permutation's matrix P, the paper prints P g; the published code and this file compute
+g P. Evaluation always uses the hard permutation, in stage one as well.
 """
 
 from __future__ import annotations
@@ -29,50 +29,53 @@ from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
 SCHEDULES = ("paper", "annealed", "wide")
-START_TAU = 0.1  # tau at which an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
+START_TAU = 0.1  # first tau of an annealed sinkhorn call; equals the width of the default initial U(-0.05, 0.05)
 
 
 class LocalSearch(KeepsFloat32):
-    """Permutes gate weights by a learned soft permutation, and from step `steps` on by the hard one nearest to it.
+    """Permutes gate weights: in stage one of training by a learned soft permutation S, later by the hard one nearest S.
 
         gates, regulariser = search(gates)
 
-    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass. The
-    repeated forward uses the permutation of the last step, so each backward must precede the next forward. If gates
-    share a permutation, call `permutation()` once a step and `permute` for each gate.
+    Evaluation uses the hard permutation in both stages. In training every call is a step, except a forward that
+    torch.utils.checkpoint repeats in the backward pass. The repeated forward takes the tau and iterations of the last
+    step, so each backward must precede the next forward. If gates share a permutation, call `permutation()` once a step
+    and `permute` for each gate.
 
     Args:
         num_experts: n.
         steps: T, the training step that ends stage one (the paper: after 1 to 10 epochs). With 0 or 1 stage one has
             no step, and the permutation is the identity.
-        permutations: 1, the paper's default, or the number of the gate's choices. In the second case gates are
+        permutations: 1, as in the paper, or the number of the gate's choices. In the second case gates are
             (..., permutations, n), each choice has its own permutation, and the result is the sum over choices.
-        zeta: weight of the entropies.
-        renormalise: divide the permuted gates by their sum; False for gates that need not sum to one.
+        zeta: coefficient of the regulariser (see the module's docstring).
+        renormalise: whether the permuted gates are divided by their sum; False for gates that need not sum to one.
         schedule: "paper": in step t, tau = 10^(-3 - 4 t / T) and int(20 + 130 t / T) iterations. When stage one ends, S
             is rarely a permutation (for 0 of 100 random U with n = 16), and the loss jumps at the switch.
-            "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S is then
-            rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from 0.1 to 1e-6 over stage
-            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. For each of the same
-            100 U, the S of the last step is then the permutation of U's best assignment.
-        bound: U ~ U(-bound, bound), drawn by `generator`.
+            "annealed": in every step sinkhorn cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S
+            is then rounded to a doubly stochastic matrix. "wide": as "annealed", but sinkhorn cools in 150 iterations,
+            and the tau that it reaches falls from 0.1 to 1e-6 over stage one. For each of the same 100 U, the last S
+            of "annealed" and of "wide" is the permutation of U's best assignment.
+        bound: U starts uniform in (-bound, bound), drawn by `generator`; None is torch's own generator.
         backend: as in sinkhorn.
         noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator
             (Gumbel-Sinkhorn, Mena et al. 2018); the last noisy S becomes the permutation. The paper has 0.
 
-    torch.compile breaks its graph in training, as every step differs; in evaluation it makes one graph.
+    torch.compile breaks its graph in every training step; in evaluation only where `source` is computed again.
 
     State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
     (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
     `distance` (permutations), the largest absolute element of S - P at the switch, NaN before. State dicts also hold
-    `step`. `source` is computed again whenever `assigned` was written. So a module whose buffers are averages, such as
-    torch.optim.swa_utils.AveragedModel(use_buffers=True), has the permutation nearest to its averaged `assigned`.
+    `step`. If `assigned` was written, `source` is computed again at its next use. So a module whose buffers are
+    averages, such as torch.optim.swa_utils.AveragedModel(use_buffers=True), has the permutation nearest to its averaged
+    `assigned`.
 
-    From `step` T on U has no gradient; inside torch.distributed it is zero instead, as DistributedDataParallel needs.
+    From step T on U has no gradient; inside torch.distributed its gradient is zero, as DistributedDataParallel needs.
 
     Raises:
-        ValueError, TypeError: num_experts or permutations below 1, steps, bound or noise below 0, an unknown schedule.
-        ImportError: scipy is missing, which hardening needs: pip install moe_kernels[assignment].
+        ValueError, TypeError: num_experts or permutations below 1, steps, bound or noise below 0, an unknown schedule;
+            in forward: gates of another shape.
+        ImportError: scipy is missing, which linear assignment needs: pip install moe_kernels[assignment].
 
     Source: paper 001, section 4, and the published code (schedule, entropies, direction).
 
@@ -112,8 +115,8 @@ class LocalSearch(KeepsFloat32):
         if importlib.util.find_spec("scipy") is None:
             raise ImportError("LocalSearch: hardening needs scipy: pip install moe_kernels[assignment]")
         self.zeta = check_number("LocalSearch", "zeta", zeta)
-        self.bound = check_number("LocalSearch", "bound", bound, 0, meaning="of U")
-        self.noise = check_number("LocalSearch", "noise", noise, 0, meaning="times Gumbel's")
+        self.bound = check_number("LocalSearch", "bound", bound, 0, meaning="the limit of the initial scores")
+        self.noise = check_number("LocalSearch", "noise", noise, 0, meaning="the factor of Gumbel noise")
         self.renormalise, self.schedule, self.step = renormalise, schedule, 0
         self.backend = check_backend("LocalSearch", backend)
         self.scores = nn.Parameter(torch.empty(count, n, n, device=device, dtype=dtype))
@@ -136,11 +139,11 @@ class LocalSearch(KeepsFloat32):
         self._record_hardened()
 
     def _record_hardened(self) -> None:
-        """Records the tensor `assigned` and its version, from which `source` was computed."""
+        """Records the tensor `assigned` and its version; `source` was computed from these values."""
         self._stale, self._hardened_from = False, (self.assigned, _version(self.assigned))
 
     def _is_stale(self) -> bool:
-        """Whether `assigned` was written after `source` was computed: by a step, a state dict, an average of models."""
+        """Whether `assigned` was written after `source` was computed, as by a step, a state dict or a model average."""
         if not is_compiling():
             tensor, version = self._hardened_from
             self._stale = self._stale or tensor is not self.assigned or version != _version(tensor)
@@ -148,7 +151,7 @@ class LocalSearch(KeepsFloat32):
 
     def train(self, mode: bool = True) -> LocalSearch:
         super().train(mode)
-        self._is_stale()  # updates `_stale`, which torch.compile can read; it cannot read versions of tensors
+        self._is_stale()  # updates `_stale`: torch.compile can read this attribute, but not versions of tensors
         return self
 
     @property
@@ -157,13 +160,16 @@ class LocalSearch(KeepsFloat32):
         return self.step >= self.steps
 
     def temperature(self, step: int) -> float:
-        """tau of training step `step`, counted from 1: from 1e-3 down to 1e-7; for "wide" from 0.1 down to 1e-6."""
+        """tau of training step `step` = 1 .. steps - 1: falls between 1e-3 and 1e-7; "wide": between 0.1 and 1e-6."""
         if self.schedule == "wide":
             return START_TAU * 10 ** (-5 * step / self.steps)
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step`: 20 to 149, rising; for "wide" always 150. "annealed" calls take at least 50."""
+        """R of training step `step` = 1 .. steps - 1: rises between 20 and 149; 150 for "wide".
+
+        "annealed" steps run max(R, 50) iterations.
+        """
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -176,7 +182,7 @@ class LocalSearch(KeepsFloat32):
     def permutation(self) -> Tensor | None:
         """The permutation to apply now: S (permutations, n, n), or None for the hard one.
 
-        In training this takes a step. The step that ends stage one copies S to the host and hardens it there.
+        In training every call is a step. The step that ends stage one solves the linear assignment on the host.
         """
         if self.training:
             return self._advance()
@@ -187,7 +193,7 @@ class LocalSearch(KeepsFloat32):
     @on_the_host("LocalSearch: every step has a temperature and iterations of its own")
     def _advance(self) -> Tensor | None:
         if self.hardened:
-            if self._stale:  # not _is_stale(): DDP broadcasts buffers, so their versions change in every step
+            if self._stale:  # not _is_stale(): DDP broadcasts buffers, which changes their versions in every step
                 self._harden()
             return None
         if not is_recomputing():
@@ -232,14 +238,14 @@ class LocalSearch(KeepsFloat32):
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
-        """zeta times the entropies of S = p and of S with its rows normalised; p None: the last S, as a constant."""
+        """zeta times the sum of the entropies of S and of S with normalised rows; S = p, or the last S if p is None."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
         normalised = soft / torch.where(totals == 0, 1, totals)
         return self.zeta * (_entropy(soft) + _entropy(normalised)).mean()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._is_stale()  # updates `_stale`, since the tensors of a copy count their writes anew
+        self._is_stale()  # updates `_stale`, since the tensors of a copy count their writes from 0
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -255,7 +261,7 @@ class LocalSearch(KeepsFloat32):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
-        if soft is not None and prefix + "assigned" not in state_dict:  # written by a version without `assigned`
+        if soft is not None and prefix + "assigned" not in state_dict:  # a state dict of an older version
             hard = step == 0 or step >= self.steps
             state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -267,7 +273,7 @@ class LocalSearch(KeepsFloat32):
 
     @on_the_host("LocalSearch: linear assignment runs on the host")
     def _harden(self) -> None:
-        """Sets `source`, the gate of each expert: argsort inverts what harden returns, the expert of each gate."""
+        """Sets `source`, the gate of each expert. harden returns the expert of each gate; argsort inverts this."""
         self.source.copy_(harden(self.assigned).argsort(-1))
         self._record_hardened()
 
@@ -278,15 +284,15 @@ def _matrix(source: Tensor, like: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of writes to a tensor; -1 for inference tensors, which do not count them."""
+    """Number of writes to a tensor; -1 for inference tensors, for which torch counts none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def round_to_doubly_stochastic(p: Tensor) -> Tensor:
     """A doubly stochastic matrix near p (..., n, n) >= 0.
 
-    Scales rows, then columns, with a sum above one. Then adds the outer product of the sums that rows and columns lack,
-    divided by the total that is lacking.
+    Divides rows, then columns, whose sum is above one by their sum. With r and c what row and column sums lack of one,
+    then adds the outer product of r and c, divided by the sum of r.
 
     Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
     """

@@ -1,13 +1,12 @@
-"""Losses that balance the load of experts or make outputs agree: stateless functions of tensors to a float32 scalar
-(float64 for float64).
+"""Losses of gates and of pairs of outputs: functions of tensors that return a float32 scalar (float64 for float64).
 
 p (T, E) are the probabilities of the gate. CV(v) = std(v) / mean(v) over the experts, std without bias correction.
-The mean over an empty batch (T = 0) is 0 here, so every loss of an empty batch is 0.
+Every loss of an empty batch (T = 0) is 0.
 
-Across processes every loss counts only this rank's tokens, as GShard's and Switch's balance losses do per device. With
-`reduce`, a process group whose ranks have equally many tokens, importance, load and balance count the tokens of all its
-ranks: every rank returns the same number, and the mean of the ranks' gradients, as DDP and FSDP2 take it, is the
-gradient of that number.
+Across processes a loss counts only this rank's tokens, as GShard's and Switch's balance losses do. importance_loss,
+load_loss and balance_loss take `reduce`, a process group whose ranks have equally many tokens, and then count the
+tokens of all its ranks: every rank returns the same number, and the mean of the ranks' gradients, which DDP and FSDP2
+compute, is the gradient of that number.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def cv_squared(v: Tensor) -> Tensor:
     """Squared coefficient of variation of v (E): var(v) / mean(v)^2, with the population's variance.
 
-    0 if all are equal (also all zero), E - 1 if one has everything.
+    0 if all elements are equal (also if all are 0), E - 1 if all but one are 0.
 
     Example:
         >>> cv_squared(torch.tensor([1.0, 1.0, 1.0])), cv_squared(torch.tensor([3.0, 0.0, 0.0]))
@@ -37,13 +36,13 @@ def cv_squared(v: Tensor) -> Tensor:
 
 
 def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
-    """CV(sum over t of p_t)^2: every expert should get the same total weight.
+    """CV(sum over t of p_t)^2: 0 if every expert has the same total probability.
 
     Args:
         probs: (T, E), the softmax of the logits without noise, before any choice.
-        reduce: process group over whose ranks the means are taken, or None.
+        reduce: process group whose tokens the sum counts (see the module's docstring); None: this rank's.
 
-    Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (paper 003), appendix A, weight 0.005 there.
+    Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (Riquelme et al. 2021), weight 0.005 there.
 
     Example:
         >>> importance_loss(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # both experts have the same total
@@ -55,7 +54,7 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
 def load_loss(
     logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float, reduce: ProcessGroup | None = None
 ) -> Tensor:
-    """CV(mean over t of P_t)^2; P_te: probability that expert e is in the top k if only its noise is drawn again.
+    """CV(mean over t of P_t)^2; P_te: probability that logit e, with new noise, exceeds the token's k-th largest one.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
 
@@ -63,12 +62,12 @@ def load_loss(
         logits: (T, E), without noise.
         noisy_logits: (T, E), logits plus the noise that the gate used.
         k: choices a token, from 1 to E.
-        noise_std: standard deviation of that noise, above 0; 1 / E in V-MoE. Without noise this loss is not defined.
-        reduce: process group over whose ranks the means are taken, or None.
+        noise_std: standard deviation of the noise, above 0; 1 / E in V-MoE.
+        reduce: process group whose tokens the mean counts (see the module's docstring); None: this rank's.
 
     Gradient: to logits, and to noisy_logits through the threshold.
     Raises ValueError for k outside [1, E] and for noise_std <= 0.
-    Source: V-MoE (paper 003), appendix A, as its public code has it; weight 0.005 there.
+    Source: V-MoE (Riquelme et al. 2021) and its public code; weight 0.005 there.
 
     Example:
         >>> logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -93,16 +92,16 @@ def selection_chances(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: f
 def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """E * sum over e of f_e m_e, with f_e = requested_e / sum of requested and m_e = mean over t of p_te.
 
-    1 if both are uniform, up to E if one expert gets everything. Switch's and GShard's losses count first choices:
-    `requested` of make_plan(experts[:, :1], E); with plan.requested all K choices count.
+    1 if f or m is uniform, E if one expert has all requests and probability 1. Switch's and GShard's losses count first
+    choices: `requested` of make_plan(experts[:, :1], E). With plan.requested all K choices count.
 
     Args:
         probs: (T, E).
-        requested: (E), counts, such as RoutingPlan.requested; a constant. All zero gives 0.
-        reduce: process group over whose ranks the means are taken, or None (each device alone, as GShard and Switch).
+        requested: (E), counts, such as RoutingPlan.requested; a constant. If all are 0, the loss is 0.
+        reduce: process group whose tokens the means count (see the module's docstring); None: this rank's.
 
-    Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
-    V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
+    Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, has
+    mean over e of f_e m_e, which is smaller by the factor E^2.
 
     Example:
         >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1]])
@@ -136,7 +135,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
     Args:
         probs: (T, E), rows that sum to one.
-        eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives no eps.
+        eps: a uniform gate has the loss 1 / (E eps); paper 002 gives no value.
 
     Gradient: to probs. Source: paper 002, section 3.2, token-wise inverse coefficient of variance (mu over var).
 
@@ -145,14 +144,15 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         (tensor(50.), tensor(1.9231))
     """
     p = _at_least_float32(probs)
-    if not p.shape[0]:  # var warns for no rows
+    if not p.shape[0]:  # torch.var warns if there are no rows
         return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
 
 
 def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
-    """mean over e of mu_b(s_be) / (var_b(s_be) + eps), s_be the sum of an expert's gates over the tokens of image b:
-    small if images differ in the experts they use.
+    """mean over e of mu_b(s_be) / (var_b(s_be) + eps); s_be: sum of expert e's gates over the tokens of image b.
+
+    mu_b and var_b are over the images. The loss is small if an expert's total weight differs between images.
 
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
@@ -170,8 +170,9 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
-    """mean over e of var_b(s_be) / (mu_b(s_be) + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
-    images differ in the experts they use. probs (B, S, E).
+    """mean over e of var_b(s_be) / (mu_b(s_be) + eps), with s as in `batch_inverse_cv`. probs (B, S, E).
+
+    Source: paper 002, section 3.3, "batch-wise variation".
 
     Example:
         >>> batch_variation(torch.eye(2)[:, None])
@@ -188,7 +189,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
         routed: (weights (T, K), experts (T, K)), topk_gate of the router's logits s_R.
         winners: the same of s_C, the norms of the experts' outputs; a constant.
 
-    Gradient: to the weights in `routed`. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
+    Gradient: to the weights in `routed`. Source: paper 004, eq. 3; the mean is over T * E, as in nn.MSELoss.
 
     Example:
         >>> routed, winners = (torch.ones(1, 1), torch.tensor([[0]])), (torch.ones(1, 1), torch.tensor([[1]]))
@@ -202,8 +203,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
 def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
     """mean over rows of 1/2 sum (p - q)(log p - log q), p and q the softmax of logits and others (..., classes).
 
-    Gradient: to both. Source: paper 003 (THOR), consistency loss, summed there and divided by the tokens; MoEBERT's
-    prediction distillation.
+    Gradient: to both. Source: THOR's consistency loss CR (paper 003); MoEBERT's distillation of predictions.
 
     Example:
         >>> symmetric_kl(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
@@ -214,7 +214,7 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
 
 
 def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
-    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 if every tree is saturated.
+    """mean over t of the sum over trees and leaves of -p log(p + eps): about 0 if every tree is saturated.
 
     Args:
         leaf_probs: (T, K, E) of tree_gate.
@@ -236,12 +236,12 @@ def _scattered(weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:
 
 
 def batch_mean(x: Tensor) -> Tensor:
-    """The mean over the first dimension, 0 if it is empty."""
+    """The mean over the first dimension, zeros if this dimension is empty."""
     return x.mean(0) if x.shape[0] else x.sum(0)
 
 
 def batch_variance(x: Tensor) -> Tensor:
-    """The population's variance over the first dimension, 0 if it is empty."""
+    """The population's variance over the first dimension, zeros if this dimension is empty."""
     return x.var(0, unbiased=False) if x.shape[0] else x.sum(0)
 
 
@@ -250,7 +250,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group; x if group is None. Backward passes the mean's gradient on unchanged."""
+    """The mean of x over the ranks of a group; x if group is None. x gets the gradient of the mean unchanged."""
     if group is None:
         return x
     mean = x.detach() / group.size()

@@ -4,7 +4,7 @@
 
 By number of the paper (001 tree COMET, 002 sparse ViT, 003 V-MoE, E^3 and THOR, 004 CompeteSMoE):
 
-001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
+001  SoftmaxGate, TreeGate and others with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
 003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
      8 images); EnsembleGate; RandomGate
@@ -42,9 +42,9 @@ OUTPUTS = ("all", "tensor")
 class MoEOutput:
     """The output of a layer of experts.
 
-    * y: (..., Dout); a MultiGateMoE has a tuple of these, one for each gate.
+    * y: (..., Dout); of a MultiGateMoE a tuple with one y for each task.
     * plan: the RoutingPlan.
-    * gates: the output of each gate, before the policy.
+    * gates: the GateOutputs, one for each task, before the policy.
     * losses: scalars by name, already weighted; add them to the task's loss.
     * records: detached tensors by name, which `statistics` returns unchanged.
 
@@ -64,10 +64,10 @@ class MoEOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Detached tensors by name: those of the gates ("task0.name" in a MultiGateMoE), the records, and those of the
-        plan: "experts_per_token" (); "load" (E), rows of every expert over T; "dropped" (), dropped over requested.
+        """Detached tensors by name: statistics of the gates ("task0.name" in a MultiGateMoE), the records, and those of
+        the plan: "experts_per_token" (); "load" (E), rows of every expert over T; "dropped" (), dropped over requested.
 
-        Computed at every read; a forward computes none.
+        Every read computes them anew; a forward computes none.
         """
         prefixes = [f"task{index}." for index in range(len(self.gates))] if isinstance(self.y, tuple) else [""]
         named = zip(prefixes, self.gates, strict=True)
@@ -89,28 +89,27 @@ class MoE(OutputModule):
         out = MoE(TopKGate(352, 16, 2), ExpertMLP(16, 352, 352, activation="relu"))(x)
 
     Args:
-        gate: from nn.gates, with as many experts as `experts` has.
+        gate: a Gate with as many experts as `experts` has.
         experts: ExpertMLP or ExpertLayer.
-        policy: one of nn.policies; None: TokenChoice(), which drops nothing.
-        expert_dropout: probability that training sets an expert's weight to zero for a sample (paper 002, 10 %); the
-            remaining weights are neither renormalised nor scaled. A sample is a row of x's first dimension.
-        pass_through: add (1 - sum of the kept weights) x, so that a token without an expert stays as it is
-            (StableMoE); needs Dout = D. Only for a layer without a residual around it. With an expert x + FF(LN(x)) of
-            weight a, StableMoE computes a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)). A block with a residual
-            computes the same without pass_through, so models.moe.MoEBlock passes pass_through=False.
+        policy: one of nn.policies, or another callable with their interface; None: TokenChoice(), which drops nothing.
+        expert_dropout: probability that training sets an expert's weight to zero for a sample (0.1 in paper 002); the
+            remaining weights are neither renormalised nor scaled. A sample is an entry of x's first dimension.
+        pass_through: whether (1 - sum of the kept weights) x is added to y, so that y = x for a token without an
+            expert; needs Dout = D. StableMoE adds this term to experts that contain a residual. models.moe.MoEBlock
+            adds the residual around the layer instead and calls it with pass_through=False.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
-            tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
+            tensor. `with nn.collect_outputs() as outputs` collects the MoEOutputs of such layers.
 
     Input: x (..., D), any number of leading dimensions; ids (...), for gates that use them. Output: MoEOutput with
-    y (..., Dout). y is zero for a token that no expert kept: only the residual around the layer carries it.
+    y (..., Dout). Without pass_through y is zero for a token without an expert.
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
-    to tensors alone; a direct call of a layer with output="all" raises RuntimeError there. A checkpointed function that
-    returns the layer's output is not recognised, and its gradients are lost.
+    to tensors alone, so a layer with output="all" raises RuntimeError if the checkpoint calls it directly. If the
+    checkpoint calls a function that returns the MoEOutput, there is no error, but gradients are lost.
 
-    Autocast: experts follow it as torch.nn.Linear does, and y has autocast's dtype. The gate computes in the dtype of
-    its parameters, so that rounding does not change the choice. With pass_through, y is a sum with x and has their
-    common dtype (torch.promote_types).
+    Autocast acts on the experts as on torch.nn.Linear, and y has autocast's dtype. The gate computes in the dtype of
+    its parameters, so that rounding does not change the choice. With pass_through, y has the common dtype
+    (torch.promote_types) of x and the experts' outputs.
 
     Example:
         >>> layer = MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), TokenChoice(1.25))
@@ -133,18 +132,18 @@ class MoE(OutputModule):
         check_choice("MoE", "output", output, OUTPUTS)
         _check_experts("MoE", [gate], experts)
         if policy is not None and not callable(policy):
-            raise TypeError(f"MoE: policy must be one of nn.policies, got {type(policy).__name__}")
+            raise TypeError(f"MoE: policy must be callable, such as nn.TokenChoice(), got {type(policy).__name__}")
         self.gate, self.experts = gate, experts
         self.policy: Policy = policy or TokenChoice()
         self.expert_dropout = check_number("MoE", "expert_dropout", expert_dropout, 0, 1, "a rate")
         self.pass_through, self.output = pass_through, output
 
     def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
-        """pass_through: replaces the layer's option for this call; None keeps it."""
+        """pass_through: replaces the layer's `pass_through` for this call; None keeps it."""
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
-        tokens = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # no -1: D may be 0
+        tokens = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # D may be 0, for which -1 is ambiguous
         output = self.gate(tokens, None if ids is None else ids.reshape(-1))
         plan, weights = self.policy(output, self.training)
         if self.expert_dropout and self.training:
@@ -165,22 +164,21 @@ class MoE(OutputModule):
 
 
 class MultiGateMoE(OutputModule):
-    """Experts shared by several tasks, each with its own gate (MMoE); an expert runs at most once for each token.
+    """Experts that several tasks share, with a gate for each task (MMoE).
 
         y_task = sum over e of gate_task(x)_e expert_e(x)
 
-    An expert whose weight for a token is exactly 0 in every task does not run for it. This is how dense-to-sparse
-    training saves time. Paper 001 calls statistics["experts_per_token"] n/s.
+    An expert runs at most once for each token, and not at all if its weight for the token is exactly 0 in every task.
 
     Args:
         gates: one for each task, all over the same experts; a gate given for several tasks runs once.
         experts: ExpertMLP or ExpertLayer.
-        search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
+        search: the permutation that all tasks share, the "+" of COMET+ (paper 001), or None.
 
     Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
-    statistics of gates are named "task0.name"; the losses of a shared gate belong to its first task. With a search in
-    training there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights after the
-    search. Autocast: as MoE. Source: paper 001, section 5.1; Ma et al. 2018.
+    statistics of gates are named "task0.name"; losses of a gate of several tasks have the name of its first task. In
+    training a search adds the loss "permutation". The statistic "task0.gates" (T, E) is the weights after the search.
+    Autocast: as in MoE. Source: paper 001, section 5.1; Ma et al. 2018.
 
     Example:
         >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))
@@ -203,7 +201,7 @@ class MultiGateMoE(OutputModule):
         by_gate = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
         outputs = [by_gate[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
-        k = sum(output.experts.shape[1] for output in by_gate.values())  # a token has at most so many experts
+        k = sum(output.experts.shape[1] for output in by_gate.values())  # upper bound of a token's experts
         if self.search is not None:
             permutation = self.search.permutation()
             if permutation is not None:
@@ -223,18 +221,18 @@ class MultiGateMoE(OutputModule):
 
 
 def plan_statistics(plan: RoutingPlan) -> dict[str, Tensor]:
-    """The statistics of any plan: rows per token, rows of every expert over T, and the share of dropped requests."""
+    """Statistics of a plan: rows per token, rows of every expert over T, and the share of dropped requests."""
     tokens = max(plan.num_tokens, 1)
     rows = plan.kept.sum() / tokens
     return {"experts_per_token": rows, "load": plan.kept / tokens, "dropped": plan.dropped_share}
 
 
 def _expert_mask(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
-    """(T, K): 0 if the expert of the slot is dropped for the token's sample, else 1."""
+    """(T, K) bool: False if the expert of a choice is dropped for the token's sample."""
     samples = x.shape[0]
     kept = torch.rand(samples, plan.num_experts, device=x.device) >= rate
     token = torch.arange(plan.num_tokens, device=x.device)[:, None]
-    # Choices without an expert (-1) read the last column; their weight is not used.
+    # Choices without an expert (-1) read the last column; their weights are not used.
     return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]
 
 
@@ -243,4 +241,6 @@ def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:
     for gate in gates:
         check_module(name, "a gate", gate, Gate)
         if gate.num_experts != experts.num_experts:
-            raise ValueError(f"{name}: the gate is over {gate.num_experts} experts, there are {experts.num_experts}")
+            raise ValueError(
+                f"{name}: a gate must have as many experts as `experts`, {experts.num_experts}; got {gate.num_experts}"
+            )

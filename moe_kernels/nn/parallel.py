@@ -1,18 +1,18 @@
-"""Experts across processes, on torch.distributed: each of n ranks owns E / n experts, and rows are sent to the owners.
+"""Experts across processes, on torch.distributed: each of n ranks owns E / n experts; rows are sent to their owners.
 
     mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
     parallelize_module(model, mesh["ep"], {"blocks.*.moe.experts": ExpertParallel()})
 
     plan      gate and policy plan the rank's own tokens over all E experts, as in one process
-    counts    plan.kept (E) goes to the owners, while dispatch gathers the rows  one all-to-all
-    rows      (R, D) go to the owners, grouped by expert                         one all-to-all
-    experts   a plan with K = 1 groups the arrived rows by expert                in the order of senders
-    outputs   (R, Dout) come back in the same order; then combine and dropout    one all-to-all
+    counts    plan.kept (E) is sent to the owners, while dispatch gathers the rows   one all-to-all
+    rows      those in use are sent to the owners, grouped by expert                 one all-to-all
+    experts   a plan with K = 1 groups the received rows by expert, in the order of the sending ranks
+    outputs   are sent back in the same order; then combine and dropout              one all-to-all
 
-Every rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
-with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). If n is a
-power of two, float32 outputs, gradients of x and gradients of the experts are equal bit for bit. `GlobalPolicy` routes
-the tokens of all ranks together.
+A rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
+with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). Results
+agree within rounding. If n is a power of two and the one process does not use the fused expert_mlp, float32 outputs,
+gradients of x and gradients of the experts agree bit for bit. `GlobalPolicy` routes the tokens of all ranks together.
 
 The gradient of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks, which
 DDP and FSDP2 compute for the other parameters. So average the experts' gradients only over the data-parallel dimension
@@ -57,27 +57,29 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their counts.
-            C: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host does
-            not wait, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no products. The plan
-            must keep at most C rows for an expert: TokenChoice(factor) keeps at most expert_capacity(T, K, E, factor),
-            ExpertChoice(factor) round(T factor / E). `norms` then needs the same number of tokens on every rank.
+            C >= 1: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host
+            waits for no GPU, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no products.
+            The plan must keep at most C rows for an expert: TokenChoice(factor) keeps at most
+            expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E). `norms` then needs the same
+            number of tokens on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
     fully_shard(model) over all ranks. fully_shard's hooks run in forward: direct calls of `rows` or `norms` of the
-    experts need torch.distributed.fsdp.register_fsdp_forward_method(experts, "rows").
-    Optimizers: foreach and fused ones reject DTensors and other parameters in one group; use two groups.
+    experts need torch.distributed.fsdp.register_fsdp_forward_method(experts, name).
+    Optimizers: foreach and fused optimizers reject a parameter group of DTensors and plain tensors; use two groups.
 
     Raises:
-        TypeError: the module is not an Experts.
-        ValueError: the mesh has several dimensions, its ranks do not divide the experts, or the parameters are DTensors
-        already. In forward: the plan has another number of experts, is on another device or contains DTensors, or it
-        keeps more than `capacity` rows for an expert (on a GPU a device-side assert, for which the host does not wait).
+        TypeError: the module is not an Experts, or capacity is no int.
+        ValueError: the mesh has several dimensions, its ranks do not divide the experts, the parameters are DTensors
+            already, or capacity < 1. In forward: the plan has another number of experts; x or the plan is on another
+            device than the mesh or holds DTensors; the plan keeps more than `capacity` rows for an expert (on a GPU
+            and in torch.compile an assert, for which the host does not wait).
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         if capacity is not None:
-            check_int("ExpertParallel", "capacity", capacity, 1, 2**31 - 1, "places of an expert for every rank")
+            check_int("ExpertParallel", "capacity", capacity, 1, 2**31 - 1, "rows from a rank to an expert")
         self.capacity = capacity
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -108,8 +110,8 @@ class Exchange:
     def __call__(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): every expert's outputs for the rows of this rank's plan, zeros past the rows in use."""
         self._check(experts, x, plan)
-        (x,) = as_autocast(x)  # under autocast rows are sent in the narrow dtype
-        # A token's rows in ascending order, so that dx sums them in that order, as grouped_gemm's backward does.
+        (x,) = as_autocast(x)  # rows are sent in autocast's dtype
+        # Sorted, so that dispatch's backward sums a token's rows in ascending order, as grouped_gemm's backward does.
         plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)
         if self.capacity is not None:
             return self._static(experts, x, plan, self.capacity)
@@ -140,8 +142,7 @@ class Exchange:
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
         """(T, E): the norms of all experts' outputs for x (T, D).
 
-        The experts' parameters are not sent. A rank sends its tokens to the others, (n - 1) T D elements, and receives
-        T (E - E / n) norms.
+        A rank sends its tokens to all others, (n - 1) T D elements, and receives T (E - E / n) norms.
         """
         (x,) = as_autocast(x)
         send = [x.shape[0]] * self.mesh.size()
@@ -167,17 +168,17 @@ class Exchange:
         return None if parameter is None else _DivideGradient.apply(parameter, self.mesh.size())
 
     def _outputs(self, experts: Experts, received: Tensor, expert: Tensor) -> Tensor:
-        """(R', Dout): outputs of the rows `received` (R', D), in their order. expert (R',): local; -1 for padding."""
+        """(R', Dout): outputs of the rows `received` (R', D). expert (R',): each row's local expert, -1 for padding."""
         plan = make_plan(expert[:, None], experts.num_experts // self.mesh.size())
         return combine(experts.outputs(received, plan), plan, backend=experts.backend)
 
     def _local(self, experts: Experts, like: Tensor) -> Tensor:
-        """(E,): the local experts, 0 .. E / n - 1, once for each sending rank. like: a tensor on the device."""
+        """(E,): the local experts 0 .. E / n - 1, repeated for each sending rank, on the device of `like`."""
         count = experts.num_experts // self.mesh.size()
         return torch.arange(count, dtype=torch.int32, device=like.device).repeat(self.mesh.size())
 
     def _all_to_all(self, x: Tensor, receive: list[int] | None = None, send: list[int] | None = None) -> Tensor:
-        """Sends send[r] rows of x to rank r; returns the receive[r] rows from each rank r. None: equal parts."""
+        """Sends send[r] rows of x to each rank r, returns receive[r] rows from each rank r. None: equal parts."""
         return collectives.all_to_all_single_autograd(x.contiguous(), receive, send, self.mesh)
 
     def _check(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> None:
@@ -218,17 +219,19 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class GlobalPolicy:
-    """Routes the tokens of all ranks together: each rank takes its part of one plan for all tokens.
+    """A policy that routes the tokens of all ranks together: each rank takes its part of one plan for all tokens.
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
-    It serves expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002), or a capacity that
-    all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements each; then every rank
-    computes the whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this
-    rank's own tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the
-    choice of tokens has no gradient. The plan's `requested` and `dropped` count the tokens of all ranks. An expert's
-    rows are in the order of tokens. One process orders them otherwise for TokenChoice with a priority, or with
-    order="choice" (the default with a capacity) and K > 1; the experts' gradients then agree within rounding.
+    Use it for expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002), or for a capacity
+    that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements from each rank; then
+    every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested` and
+    `dropped` count the tokens of all ranks.
+
+    Gradients flow only to the weights of this rank's tokens, as in one process, since a token's weight depends on its
+    own logits only and the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process
+    orders them otherwise for TokenChoice with a priority, or with order="choice" (the default with a capacity) and
+    K > 1; the experts' gradients then agree within rounding.
 
     Args:
         policy: any of nn.policies.
@@ -248,7 +251,7 @@ class GlobalPolicy:
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
-        # A plan has min(T K, E C) rows with capacity C, else T K. If it has T K, all rows fit without a capacity.
+        # A plan has T K rows, or min(T K, E C) with a capacity C. If it has T K rows, no capacity is needed.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
@@ -264,12 +267,11 @@ def _check_mesh(name: str, mesh: DeviceMesh) -> None:
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
-    """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
+    """DistributedDataParallel (DDP) of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
 
     Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
-    options: arguments of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel.
-    DistributedDataParallel with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters
-    lacks the DTensors after a forward pass.
+    options: arguments of DDP. FSDP2 does not need this function: see ExpertParallel. DDP with device_mesh=mesh["dp"]
+    computes the same means, but with torch 2.13 named_parameters lacks the DTensors after a forward pass.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
@@ -282,7 +284,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
 
 
 def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
-    """Replaces the gradient by its mean over the ranks of all groups."""
+    """Replaces the parameter's gradient by its mean over the ranks of all groups."""
     assert isinstance(parameter.grad, DTensor)
     grad = parameter.grad.to_local()
     for group in groups:
@@ -291,10 +293,10 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Returns the norm () of all gradients, as in one process, and scales them so that it is at most max_norm.
+    """Returns the norm () of all gradients, as in one process; scales gradients of a larger norm down to max_norm.
 
-    The function of this name in torch.nn.utils fails for parameters of several meshes. This one computes the norm of
-    each mesh, then combines them. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.
+    `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. This function computes a norm for each mesh
+    and combines the norms. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
@@ -312,7 +314,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """Largest absolute gradient of a mesh. With fully_shard a rank's part may be empty: amax would fail."""
+    """Largest absolute gradient of a mesh. With fully_shard a rank's part may be empty, for which amax fails."""
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
     largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
     for group in mesh.get_all_groups() if mesh is not None else ():

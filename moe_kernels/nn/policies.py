@@ -1,6 +1,6 @@
-"""Policies of the layer `MoE`: they turn a gate's weights into a RoutingPlan.
+"""Policies of the layer `MoE`: callables that make a RoutingPlan from a gate's output.
 
-`policy(gate_output, training) -> (plan, weights)`: weights (T, K), one for each choice of the plan.
+`policy(gate_output, training) -> (plan, weights)`, with one weight for each choice of the plan: (T, K).
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class TokenChoice:
 
     Args:
         factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
-        factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": `factor` again.
+        factor_eval: the factor in evaluation, None if nothing is dropped; "as trained" is `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
-            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003, section 4; its code has only "max").
-        order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
-            order of an expert's rows. With "token" its rows in n processes, concatenated, are its rows in one process.
-        multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
-        group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
-            also a smaller last one, has the capacity of a whole group. None: all tokens compete.
+            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003; V-MoE's public code has only "max").
+        order: as in make_plan; None is "choice" with a capacity, else "token". Without a capacity the order only
+            decides the order of an expert's rows; with "token" an expert's rows in one process are its rows in n
+            processes, concatenated.
+        multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
+        group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. The capacity
+            is computed with T = group, also for a smaller last group. None: all tokens compete.
 
     Example:
         >>> gate = TopKGate(16, 4, 1)(torch.randn(8, 16))
@@ -85,9 +86,9 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class NonzeroWeights:
-    """Evaluates the experts whose weight is not exactly 0: dense-to-sparse training (paper 001, tree COMET).
+    """A token goes to the experts whose weight is not exactly 0: dense-to-sparse training (paper 001, tree COMET).
 
-    For gates that at first give every expert a weight and later 0 to most of them, as a saturated tree does.
+    For gates that at first give every expert a weight and later give most experts 0, such as TreeGate.
 
     Example:
         >>> gate = GateOutput.of_gates(torch.tensor([[0.7, 0.0, 0.3], [0.0, 1.0, 0.0]]))
@@ -104,14 +105,14 @@ class NonzeroWeights:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Every expert takes the tokens that score highest with it; scores are the gate's `gates` (T, E).
+    """Expert e takes the tokens t with its highest scores gates_te, the gate's weights (T, E).
 
     Args:
-        factor: an expert takes round(n factor / E) of the n tokens of a group (half to even).
-        multiple_of: if given, an expert takes expert_capacity(n, 1, E, factor, multiple_of) tokens instead; V-MoE's
-            published code rounds up to a multiple of 4.
-        group: number of tokens among which an expert chooses, such as those of an image; T must be a multiple of it.
-            None: among all tokens.
+        factor: an expert takes round(n factor / E) of the n tokens of a group (half to even), at most n.
+        multiple_of: if given, an expert takes expert_capacity(n, 1, E, factor, multiple_of) tokens instead, at most n;
+            V-MoE's public code rounds up to a multiple of 4.
+        group: n, the number of consecutive tokens among which an expert chooses, such as those of an image; divides T.
+            None: all T tokens are one group.
 
     Source: Zhou et al. 2022; paper 002 (sparse ViT), section 4.
 
@@ -136,15 +137,15 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # refuses the tensor of torch.jit.trace
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # no tensor (torch.jit.trace)
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
-            raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
+            raise ValueError(f"ExpertChoice: T must be a multiple of group = {group}, got {scores.shape[0]} tokens")
         capacity = smaller(self._rows(group, num_experts), group)
         if self.group is None or groups <= 1:
             return plan_expert_choice(scores, smaller(capacity, scores.shape[0]))
-        # Every group gets experts of its own: (T, E) becomes (group, groups * E).
+        # Column g E + e is expert e of group g: (T, E) becomes (group, groups * E).
         plan, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
         kept, weights = (
             each.unflatten(1, (groups, num_experts)).transpose(0, 1).flatten(0, 1)
@@ -154,7 +155,7 @@ class ExpertChoice:
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
     def _rows(self, group: int, num_experts: int) -> int:
-        """Number of tokens that an expert takes from a group of n = `group` tokens; see the arguments of the class."""
+        """Number of tokens that an expert takes from n = `group` tokens, before the limit n."""
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
@@ -164,11 +165,13 @@ class ExpertChoice:
 
 @dataclass(frozen=True)
 class PriorityRouting:
-    """A token gets one expert, the one with the highest gate that has room (sparse ViT, paper 002; see plan_priority).
+    """plan_priority of the gate's weights: assigns pairs of token and expert in descending weight while there is room.
+
+    A token gets at most one expert. Source: paper 002 (sparse ViT), section 4.
 
     Args:
-        factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. From 1 on no token is dropped; at 1
-            all loads are equal if E divides T. Below 1 tokens may be dropped.
+        factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. If factor >= 1, no token is dropped; if
+            factor = 1 and E divides T, all loads are equal.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
@@ -193,7 +196,7 @@ def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPl
     first = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
     def merge(counts: Tensor) -> Tensor:
-        # Differences of a cumsum: a sum over a dimension `groups` would make torch.export guard on T.
+        # Differences of a cumsum, since a sum over a dimension `groups` would make torch.export guard on T.
         return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[first].diff()
 
     return replace(
@@ -206,9 +209,9 @@ def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPl
 
 
 def nonzero_choices(gates: Tensor, k: int) -> Tensor:
-    """The experts whose gate is not exactly 0, as choices (T, min(k, E)) int32 for make_plan, padded with -1.
+    """The experts whose gate is not exactly 0, as choices (T, min(k, E)) int32 for make_plan; -1 is no choice.
 
-    k: an upper bound of the number of such experts of a token.
+    k: an upper bound of a token's number of such experts.
     """
     experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device)
     choices = torch.where(gates != 0, experts, -1)

@@ -26,7 +26,7 @@ def constant(step: int) -> float:
 
 
 def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
-    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. The warm-up never gives rate 0.
+    """(step + 1) / steps for the first `steps` steps, a warm-up that ends at 1, then then(step - steps).
 
     Example:
         >>> rate = schedules.warmup(4, then=schedules.cosine(10))
@@ -48,9 +48,9 @@ def cosine(steps: int, floor: float = 0.0) -> LearningRate:
 
 
 def inverse_root(steps: int) -> LearningRate:
-    """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet.
+    """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up to 1, then a fall as 1 / sqrt(step + 1).
 
-    0 steps count as 1.
+    steps = 0 counts as 1.
 
     Example:
         >>> rate = schedules.inverse_root(4)
@@ -62,9 +62,9 @@ def inverse_root(steps: int) -> LearningRate:
 
 
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
-    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), half to even, clamped.
+    """lowest + round((highest - lowest) step / steps), half to even, clamped to [lowest, highest].
 
-    Set it as the k of a frozen TopKGate: SMoE-Dropout (Chen et al. 2023, a baseline of paper 004).
+    SMoE-Dropout (Chen et al. 2023) has this number of choices in a frozen router: set `k` of the TopKGate to it.
 
     Example:
         >>> [schedules.growing_k(step, 100) for step in (0, 50, 100)]
@@ -74,7 +74,7 @@ def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
 
 
 def falling_rate(step: int, period: int = 1000) -> float:
-    """2 / (2 + sqrt(i + 1)), i = step // period: `rate` of CompetitionGate in paper 004's published code.
+    """2 / (2 + sqrt(i + 1)), i = step // period: a `rate` for CompetitionGate, from paper 004's published code.
 
     Example:
         >>> [round(schedules.falling_rate(step), 3) for step in (0, 1000, 8000)]
@@ -84,7 +84,7 @@ def falling_rate(step: int, period: int = 1000) -> float:
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """The module, its parameters frozen, such as the random router of SMoE-Fixed (a baseline of paper 004).
+    """Freezes the module's parameters and returns the module. SMoE-Fixed (a baseline of paper 004) has a frozen router.
 
     Example:
         >>> any(each.requires_grad for each in schedules.freeze(TopKGate(16, 4, 2)).parameters())
@@ -94,9 +94,9 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all but the gates, and also the first gate of a StagedGate; returns the parameters that still train.
+    """Freezes all parameters but those of gates, and the first gate of a StagedGate; returns those that still train.
 
-    Phase two of the sparse ViT (paper 002): the new sparse gates train, the dense ones that they replace do not.
+    Phase two of the sparse ViT (paper 002) trains only the sparse gates; the dense gates before them are frozen.
 
     Example:
         >>> layer = MoE(SoftmaxGate(16, 4), ExpertMLP(4, 16, 32))

@@ -1,10 +1,10 @@
-"""Splits a dense feed-forward layer into experts by the importance of its neurons; and the distillation loss
-(MoEBERT, as paper 001, tree COMET, uses it).
+"""MoEBERT: splits a dense feed-forward layer into experts by the importance of its neurons; its distillation loss.
 
     I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
     expert e = the `share` most important neurons, then every E-th of the others from the e-th on, at most `hidden`
 
-W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two nn.Linear, L_s is the loss of sample s.
+W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two nn.Linear, L_s is the loss of sample s, and
+e counts from 0. Paper 001 (tree COMET) trains its gate on MoEBERT's experts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class NeuronImportance:
     """Importance I (neurons) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the `with` block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
-    a sample's loss must depend on its own rows alone. Biases do not count. Let pre = fc1(x) have the gradient dpre, the
-    input h of fc2 the gradient dh, and fc1 the bias b. Then the two terms of I are sum_t dpre_tj (pre_tj - b_j) and
-    sum_t h_tj dh_tj over the tokens t of a sample, and no weight gradient of a single sample is needed.
+    a sample's loss must depend on its own rows alone. Biases do not count. Let dpre be the gradient of pre = fc1(x), b
+    the bias of fc1, and dh the gradient of h, the input of fc2. The two terms of I_j are sum_t dpre_tj (pre_tj - b_j)
+    and sum_t h_tj dh_tj over the tokens t of a sample, so no weight gradient of a single sample is needed.
 
-    Source: Zuo et al. 2022 (MoEBERT), section 3.2; the absolute value is of the sum of both terms, as in its code.
+    Source: Zuo et al. 2022 (MoEBERT), section 3.2; as in its code, the absolute value is of the sum of both terms.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
@@ -61,14 +61,14 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Computes one of the two terms of I in the backward pass; the second one of a pass updates `value`."""
+        """Lets the backward pass compute one of the two terms of I; the second term of a pass updates `value`."""
         if not x.requires_grad:
             return
 
         def add(grad: Tensor) -> None:
             value = x.detach() if bias is None else x.detach() - bias.detach()
             products = (value * grad).flatten(1, -2).sum(1) if x.dim() > 2 else value * grad
-            # Backward reaches fc2's input first, then fc1's output.
+            # The gradient of fc2's input comes first, then that of fc1's output.
             self._first.append(products)
             if len(self._first) == 2:
                 self.value += (self._first[0] + self._first[1]).abs().sum(0)
@@ -78,10 +78,10 @@ class NeuronImportance:
 
 
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
-    """The neurons of every expert, int64, most important first: `share` common ones, then the expert's own.
+    """The neurons of every expert, int64: the `share` most important ones, common to all, then the expert's own.
 
-    An expert gets at most `hidden` neurons. If num_experts does not divide the number of the other neurons, the last
-    experts may get one neuron less.
+    Both parts are in descending importance. An expert gets at most `hidden` neurons. If num_experts does not divide the
+    number of the other neurons, the last experts may get one neuron less.
 
     Example:
         >>> split_neurons(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), num_experts=2, hidden=3, share=1)
@@ -97,15 +97,15 @@ def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int)
 def split_ffn(
     fc1: nn.Linear, fc2: nn.Linear, importance: Tensor, num_experts: int, hidden: int, share: int, activation: str
 ) -> ExpertMLP:
-    """ExpertMLP whose experts are copies of neurons of fc2(act(fc1(x))), each with the whole bias of fc2.
+    """An ExpertMLP; each expert has copies of some neurons of fc2(act(fc1(x))) and of the whole bias of fc2.
 
     Args:
         importance: (neurons).
         num_experts, hidden, share: as in `split_neurons`; MoEBERT splits 3072 neurons with 4, 768 and 512.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. For a token with one expert
-    of weight 1, the results are the same while the LayerNorms of MoEBERT's experts are equal, as at the start.
+    MoEBERT's experts contain a LayerNorm and the residual, which here are outside of the experts. For a token with one
+    expert of weight 1 the results are equal as long as the LayerNorms of MoEBERT's experts are, as at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
@@ -134,11 +134,11 @@ def split_ffn(
 def distillation_loss(
     student: Sequence[Tensor], teacher: Sequence[Tensor], logits: Tensor, teacher_logits: Tensor
 ) -> Tensor:
-    """Mean squared differences of the hidden states, summed over the pairs, plus symmetric_kl of the predictions.
+    """Mean squared difference of each pair of hidden states, summed over the pairs, plus symmetric_kl of the logits.
 
     Args:
-        student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher is a constant
-            and must be in eval mode, without dropout.
+        student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher's get no
+            gradient; run the teacher in eval mode, without dropout.
         logits, teacher_logits: (B, classes).
 
     Source: MoEBERT, section 3.4, which adds 5 times this loss to the task's cross-entropy.

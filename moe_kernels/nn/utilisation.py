@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Utilisation:
-    """Share of the samples seen so far for which each neuron was active, layer by layer.
+    """For each neuron i of each layer l, the share of the samples b in which the neuron was active (m_l[b, i] is True).
 
-        u_l[i] = number of samples b with m_l[b, i] = 1, over the number of samples
+        u_l[i] = number of samples b with m_l[b, i], over the number of samples
 
-    Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks: `update`
-    and `share` do not wait for it; `dead` and `summary` do.
+    Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks. If it is a
+    GPU, `dead` and `summary` wait for it; `update` and `share` do not.
 
     Example:
         >>> seen = Utilisation().update([torch.tensor([[True, False], [True, True]])])
@@ -32,7 +32,7 @@ class Utilisation:
         self.counts = []
 
     def update(self, masks: Sequence[Tensor]) -> Utilisation:
-        """Counts one batch: masks[l] is bool (..., N_l), the same leading dimensions in every layer.
+        """Counts one batch: masks[l] is bool (..., N_l), with the same leading dimensions in every layer.
 
         Raises:
             TypeError: a mask is not bool.
@@ -62,7 +62,10 @@ class Utilisation:
         return [(count == 0).nonzero().flatten() for count in self.counts]
 
     def summary(self) -> dict[str, float | int]:
-        """min and mean of the share over all neurons of all layers, number of dead neurons and of all neurons."""
+        """min and mean of the share over all neurons of all layers, and the numbers of dead and of all neurons.
+
+        Without samples: NaN, NaN, 0 and 0.
+        """
         if not self.counts or self.samples == 0:
             return {"min": float("nan"), "mean": float("nan"), "dead": 0, "neurons": 0}
         share = torch.cat(self.share())

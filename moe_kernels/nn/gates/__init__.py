@@ -1,4 +1,4 @@
-"""Gates: all have the interface `gate(x (T, D), ids=None) -> GateOutput`, so a layer takes any of them."""
+"""Gates: all have the interface `gate(x (T, D), ids=None) -> GateOutput`."""
 
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.dselect import DSelectKGate

@@ -1,4 +1,4 @@
-"""CompeteSMoE's gate (paper 004): in some training steps all experts compete, and the router learns the winners."""
+"""CompeteSMoE's gate (paper 004): in some training steps experts compete, and the router learns to predict winners."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class CompetitionGate(Gate):
-    """k experts a token, by a router or, on a competition step, by the l2 norms of all experts' outputs.
+    """k experts a token, chosen by a router or, on a competition step, by the l2 norms of all experts' outputs.
 
-        s_C,i = ||expert_i(x)||     s_R = router logits
+        s_C,i = ||expert_i(x)||     s_R = router logits without noise
         competition step: weights, experts = topk_gate(s_C, k), loss alpha * MSE(softmax(TopK(s_R)), softmax(TopK(s_C)))
-        any other step, and evaluation: the router's top-k
+        any other step, and evaluation: the output of the router
 
     Args:
-        router: the TopKGate that learns.
+        router: a TopKGate.
         experts: the ExpertMLP of the same layer; not a submodule of this gate, since the layer owns it.
-        rate: lambda, the probability of a competition step in training, a number or a function of the step from 0;
-            every layer draws for itself.
-        alpha: weight of the router loss, as in the published code; eq. 5 weights the task's loss instead.
-        through_norms: whether the output's gradient reaches the experts also through the norms that weight them, as in
-            the published code, or only through their outputs. The target of the loss is a constant in both cases.
+        rate: lambda, the probability of a competition step in training: a number, or a function of the step, which
+            counts from 0. Every gate draws for itself.
+        alpha: coefficient of the router's loss, as in the published code; eq. 5 multiplies the task's loss instead.
+        through_norms: True: the output's gradient reaches the experts through their outputs and through the norms that
+            weight the outputs, as in the published code. False: through the outputs alone. The target of the router's
+            loss is a constant in both cases.
         coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The draw is on
             the host and waits for no device; in training torch.compile breaks its graph there.
 
-    Autocast: the norms are computed in autocast's dtype; router, weights and loss in the parameters' dtype.
+    Autocast: norms are computed in autocast's dtype, then converted to the dtype of the experts' parameters. The router
+    computes in the dtype of its own parameters.
 
-    losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
-    competition steps "agreement" (), the share of the k winners that the router also chooses.
+    losses: "router" on competition steps, those of the router on other training steps. statistics: "competed" (), 0 or
+    1, and on competition steps "agreement" (), the share of the k winners that the router also chooses.
 
-    State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass; it is in the
-    state dict. With a `coin`, a repeated forward uses the last draw, so each backward must precede the next forward.
+    State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass. State dicts hold
+    it. With a `coin`, a repeated forward uses the last draw, so each backward must precede the next forward.
 
-    Source: paper 004, eqs. 3 to 5, section 3.3.
+    Source: paper 004, sections 3.1 to 3.3, eqs. 3 to 5.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32)
@@ -71,11 +73,12 @@ class CompetitionGate(Gate):
         super().__init__(router.num_experts)
         if experts.num_experts != router.num_experts:
             count = experts.num_experts
-            raise ValueError(f"CompetitionGate: the router is over {router.num_experts} experts, there are {count}")
+            got = router.num_experts
+            raise ValueError(f"CompetitionGate: router must have as many experts as `experts`, {count}; got {got}")
         self.rate = rate if callable(rate) else check_number("CompetitionGate", "rate", rate, 0, 1, "a chance")
         self.router, self.alpha = router, check_number("CompetitionGate", "alpha", alpha)
         self.through_norms, self.coin = through_norms, coin
-        self._experts = (experts,)  # in a tuple, so that it is no submodule
+        self._experts = (experts,)  # a tuple, so that the experts are no submodule
         self.steps, self._competed = 0, False
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
@@ -90,7 +93,7 @@ class CompetitionGate(Gate):
     @on_the_host("CompetitionGate: the host draws whether experts compete")
     def _draw_competition(self) -> bool:
         """Draws whether this step is a competition, and counts the step."""
-        repeated = is_recomputing()  # a checkpoint has then restored torch's own generator, but not `coin`
+        repeated = is_recomputing()  # if so, the checkpoint has restored torch's own generator, but not `coin`
         if repeated and self.coin is not None:
             return self._competed
         step = self.steps - repeated

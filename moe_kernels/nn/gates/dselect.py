@@ -1,4 +1,4 @@
-"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors, each chooses the bits of an expert's index."""
+"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors that choose the bits of an expert's index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_kernels.ops.tree_gate import smooth_step
 
 
 class DSelectKGate(Gate):
-    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if set, else 1 - h(z_jb).
+    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if the bit is set, else 1 - h(z_jb).
 
         z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), highest bit first;  h: smooth step
 
@@ -23,12 +23,15 @@ class DSelectKGate(Gate):
         k: number of selectors.
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
-        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) if E is no power of two: codes from
-            E on have no expert, and weight that a selector gives them is lost. Gates are not renormalised.
-        generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator. c starts at 0.
+        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6), used if E is no power of two. The
+            2^m - E codes from E on then have no expert; their part of a selector is lost, as gates are not
+            renormalised.
+        generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator, which also draws A and a. c starts
+            at 0.
 
-    Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of
-    gates of at least 1e-5. Gradient: to x and the parameters of `code` (Z, c) and `mix` (A, a).
+    Output: dense. losses: "entropy" and "reciprocal" in training, if their coefficients are not 0. statistics:
+    "experts_per_sample", the mean over tokens of the number of gates of at least 1e-5. Gradient: to x and the
+    parameters of `code` (Z, c) and `mix` (A, a).
 
     Source: Hazimeh et al. 2021, with the entropy averaged over the batch as in paper 001's code.
 
@@ -68,7 +71,7 @@ class DSelectKGate(Gate):
 
     @property
     def bits(self) -> Tensor:
-        """(E, m) bool: the code of every expert. Computed and not a buffer, which to_empty would leave undefined."""
+        """(E, m) bool: the code of every expert. It is no buffer, since to_empty would leave a buffer undefined."""
         device, m = self.code.weight.device, self._code_length
         shifts = torch.arange(m - 1, -1, -1, device=device)
         return (torch.arange(self.num_experts, device=device)[:, None] >> shifts) & 1 == 1

@@ -16,7 +16,7 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class EnsembleGate(Gate):
-    """Member m of M chooses k of its own experts m E / M .. (m + 1) E / M - 1, by V-MoE's softmax, then top-k.
+    """Member m of M chooses k of its own experts m E / M .. (m + 1) E / M - 1: softmax over these, then top-k.
 
     Args:
         dim: D.
@@ -25,11 +25,11 @@ class EnsembleGate(Gate):
         k: from 1 to E / M.
         noise: whether training adds N(0, (M / E)^2) to a member's E / M logits.
         generator: draws the noise; None is torch's own generator.
-        importance, load: coefficients of V-MoE's losses in training, computed for each member over its own experts and
-            tokens and averaged over the members; `load` needs noise.
+        importance, load: coefficients of importance_loss and load_loss in training, computed for each member over its
+            own experts and tokens and averaged over the members; `load` needs noise.
 
-    Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
-    (M, D, E / M), initialised as M nn.Linear without bias. A policy computes the capacity from all E experts.
+    Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse, over all E experts. Parameter:
+    weight (M, D, E / M), initialised as M nn.Linear without bias.
     Source: E^3 (Allingham et al. 2021), which paper 003 describes.
 
     Example:
@@ -63,7 +63,7 @@ class EnsembleGate(Gate):
         self.importance = check_number("EnsembleGate", "importance", importance)
         self.load = check_number("EnsembleGate", "load", load)
         if load and not noise:
-            raise ValueError("EnsembleGate: load needs noise=True, its loss is not defined without; got noise=False")
+            raise ValueError("EnsembleGate: load needs noise=True, as load_loss assumes noise; got noise=False")
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -98,7 +98,7 @@ class EnsembleGate(Gate):
         return losses
 
     def _mean_cv_squared(self, values: Tensor, member: Tensor) -> Tensor:
-        """cv_squared of the sums of values (T, E / M) over a member's tokens; the mean over the members."""
+        """The mean over members of cv_squared of the sums of values (T, E / M) over the member's tokens."""
         sums = F.one_hot(member, self.members).to(values.dtype).t() @ values
         return torch.stack([cv_squared(row) for row in sums]).mean()
 
@@ -107,7 +107,7 @@ class EnsembleGate(Gate):
 
 
 def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """Repeats x (B, ...) once for each member: (B M, ...), x0 m0, x0 m1, x1 m0, ..., and the members (B M,).
+    """Repeats each sample of x (B, ...) for all M members: returns (B M, ...) and the member of each row, int32 (B M,).
 
     Example:
         >>> tile(torch.tensor([[1.0], [2.0]]), 2)
@@ -121,7 +121,7 @@ def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:
 
 
 def ensemble_log_probs(logits: Tensor, members: int) -> Tensor:
-    """log of the mean over members of softmax: logits (B M, classes) of tiled samples -> (B, classes).
+    """log of the mean over members of softmax(logits): logits (B M, classes) of samples from `tile` -> (B, classes).
 
     Example:
         >>> ensemble_log_probs(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 2).exp()  # of members that disagree

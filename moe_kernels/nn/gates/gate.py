@@ -22,14 +22,12 @@ from moe_kernels.ops.topk_gate import topk_gate
 class GateOutput:
     """The experts of every token and their weights, for sparse and dense gates alike.
 
-    * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and no expert occurs twice. A dense gate has
-      K = E, all experts in order.
+    * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and a token names no expert twice.
     * num_experts: E.
-    * dense: whether the gate gives every expert a weight.
+    * dense: True if K = E and every token has all experts in order.
     * losses: scalars by name, already times their coefficients, to be added to the task's loss; none in evaluation.
     * records: detached tensors by name, from which `statistics` computes its scalars.
 
-    `gates` (T, E) holds the weights of all experts, 0 for one that was not chosen.
     A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
 
     Example:
@@ -65,9 +63,9 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: the mean of each record; for "experts_per_sample" a token's mean number of weights >= 1e-5.
+        """Scalars by name: each record's mean; for "experts_per_sample" the mean number of a token's weights >= 1e-5.
 
-        Computed at every read; a forward computes none.
+        Every read computes them anew; a forward computes none.
         """
         return {name: _statistic(name, record) for name, record in self.records.items()}
 
@@ -91,17 +89,18 @@ def _statistic(name: str, record: Tensor) -> Tensor:
 class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
-    Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits could
-    lead to other choices. Experts follow autocast (see Experts), also if a CompetitionGate calls them.
+    Gates convert x to the dtype of their parameters and compute in this dtype, also under autocast, since bfloat16
+    logits could lead to other choices. Experts follow autocast (see Experts), also if a CompetitionGate calls them.
 
-    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`, and
-    torch.utils.checkpoint does not restore it: a gate that draws noise from one raises when a checkpoint repeats it.
+    Gates draw from torch's own generator or from their argument `generator`, which state dicts do not hold and
+    torch.utils.checkpoint does not restore. If a checkpoint repeats a forward that draws from `generator`, the gate
+    raises RuntimeError.
 
-    keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
-    model. Logits rounded to bfloat16's 8 bits could send a token with two close experts to the other one. Set
-    keep_float32 to False on a gate before such a call to convert the gate too.
-    `dtype=` of a constructor is always obeyed. FSDP2 casts parameters itself: give gates a group of their own,
-    fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+    keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
+    gate or of its model would make them 16-bit, since rounded logits could lead to other choices. Set keep_float32 to
+    False on a gate before such a call to convert the gate too. `dtype=` of a constructor is obeyed in both cases.
+    FSDP2 casts parameters itself: give gates a group of their own, fully_shard(layer.gate), before
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
         >>> class First(Gate):  # a gate of your own: every token goes to expert 0
@@ -113,7 +112,7 @@ class Gate(KeepsFloat32, OutputModule):
     """
 
     def __init__(self, num_experts: int, fewest: int = 1, dim: int | None = None) -> None:
-        """fewest: smallest num_experts allowed. dim: features of x, or None if no parameter depends on them."""
+        """fewest: smallest num_experts allowed. dim: features D of x, or None if no parameter depends on D."""
         super().__init__()
         name = type(self).__name__
         if dim is not None:
@@ -124,15 +123,15 @@ class Gate(KeepsFloat32, OutputModule):
         raise NotImplementedError
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """The router's logits (T, E) without noise; None for a gate that has no router."""
+        """The router's logits (T, E) without noise, for `router_probs`; None for a gate without such logits."""
         return None
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """The router's softmax over all experts for x (T, D), as in evaluation: (T, E), detached and without noise.
+        """(T, E): the probabilities that the router gives all experts for x (T, D), detached and without noise.
 
-        None for a gate without a router, such as a hash. The entropy of these probabilities measures the router's
-        uncertainty (paper 004, appendix C.5).
+        None if the gate has no softmax over experts, such as HashGate or DSelectKGate. The entropy of the probabilities
+        measures the router's uncertainty (paper 004, appendix C.5).
         """
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)
@@ -149,9 +148,10 @@ class Gate(KeepsFloat32, OutputModule):
             return F.linear(x.to(weight.dtype), weight, bias)
 
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
-        """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if they are None or do not fit.
+        """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
 
-        Ids outside [0, count) raise on the CPU in eager mode. On a GPU the check would wait; indexing asserts there.
+        Ids outside [0, count) raise ValueError on the CPU in eager mode. On a GPU a check would wait for the device;
+        the gate's indexing asserts there. meaning: what the ids are, for the message.
         """
         name = type(self).__name__
         if ids is None:
@@ -165,7 +165,7 @@ class Gate(KeepsFloat32, OutputModule):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
 
-    known = check_ids  # former name, kept for gates written before 2026-11-24
+    known = check_ids  # former name, for existing subclasses
 
 
 class TopKRouter(Gate):
@@ -192,7 +192,7 @@ class TopKRouter(Gate):
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1 / E^2) like logits (T, E): V-MoE's noise (paper 003) and epsilon in the sparse ViT's gate (paper 002)."""
+    """N(0, 1 / E^2) like logits (T, E): V-MoE's noise (paper 003), also used for paper 002, which defines none."""
     return normal_like(logits, generator) / logits.shape[-1]
 
 

@@ -17,13 +17,13 @@ class HashGate(TableGate):
     Args:
         num_ids: ids are 0 .. num_ids - 1: users, or tokens of a vocabulary.
         num_experts: E.
-        frequencies: (num_ids,), how often each id occurs, or None. None: every id gets a random expert. Else each id
-            that occurs goes, in descending frequency, to the expert with the smallest sum of frequencies so far (ties:
-            the lower id, the lower expert); ids of frequency 0 get a random expert.
-        generator: draws the random experts; None is torch's own generator.
+        frequencies: (num_ids,), the number of occurrences of each id, or None. None: every id gets a random expert.
+            Otherwise ids are visited in descending frequency, and each gets the expert with the smallest sum of
+            frequencies so far (ties: the lower id, the lower expert); ids of frequency 0 get random experts.
+        generator: draws the random experts, on the CPU; None is torch's own generator.
 
-    Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. `table`
-    (num_ids,) holds the expert of every id.
+    Input: ids (T,), int32 or int64. Output: sparse, K = 1; weights in the dtype of x and without a gradient. `table`
+    (num_ids,) is the expert of every id.
 
     Source: paper 001 (tree COMET), section 5.1 ("Hash-r"); MoEBERT's hash-random and hash-balance.
 
@@ -50,7 +50,8 @@ class HashGate(TableGate):
             if frequencies.shape != (num_ids,):
                 raise ValueError(f"HashGate: frequencies must be ({num_ids},), got shape {tuple(frequencies.shape)}")
             if not ((frequencies >= 0) & (frequencies < torch.inf)).all():
-                raise ValueError("HashGate: frequencies must be finite and at least 0")
+                low, high = frequencies.min().item(), frequencies.max().item()
+                raise ValueError(f"HashGate: frequencies must be finite and at least 0, got {low} to {high}")
             frequencies = frequencies.cpu()
         self.frequencies = frequencies
         self.reset_parameters(generator)
@@ -67,7 +68,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes the expert of every id that occurs into the table: the least loaded expert so far."""
+    """Writes into `table` the expert of every id of positive frequency: the expert with the smallest load so far."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

@@ -1,4 +1,4 @@
-"""HyperRouter, a baseline of paper 004: a frozen network computes the router's weights from a trained embedding."""
+"""HyperRouter (Do et al. 2023): a frozen network computes the router's weights from a trained embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class HyperRouterGate(TopKRouter):
         hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in the published code.
         backend: as in topk_gate.
 
-    Parameters: `embedding` v (1, D), trained, and `hypernetwork`, frozen. Source: Do et al. 2023.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which stays frozen under `requires_grad_`.
+    Source: Do et al. 2023, which paper 004 cites, and the published code of paper 004.
 
     Example:
         >>> HyperRouterGate(16, 4, 2)(torch.randn(8, 16)).experts.shape

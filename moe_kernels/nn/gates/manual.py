@@ -17,10 +17,11 @@ class ManualGate(TableGate):
     """Tokens of label l go to expert assignment[l] with weight 1; `ids` are the labels. No parameters.
 
     Args:
-        assignment: the expert of every label, from 0; gates.manual.MNIST is paper 002's for the digits.
-        num_experts: E; by default one more than the largest in assignment.
+        assignment: the expert of every label; experts and labels count from 0. gates.manual.MNIST is that of paper 002
+            for the digits.
+        num_experts: E; None: one more than the largest expert in assignment.
 
-    Source: paper 002, section 4.4, Table 6, which trains the experts this way, then freezes them and trains a gate.
+    Source: paper 002, section 4.4: the experts train with this gate; then they are frozen and a learned gate trains.
 
     Example:
         >>> gate = ManualGate((0, 0, 1, 1))

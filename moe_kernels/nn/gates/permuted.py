@@ -10,11 +10,11 @@ from moe_kernels.ops._checks import check_module
 
 
 class PermutedGate(Gate):
-    """gates = search.permute(gate(x).gates). For tasks that share experts, use the `search` of MultiGateMoE instead.
+    """The gates (T, E) of `gate`, permuted by `search`. For tasks that share experts use the `search` of MultiGateMoE.
 
-    Output: dense, (T, E). In training, every expert has a weight while the search learns. Later and in evaluation only
-    the permuted choices of `gate` have one, and the policy NonzeroWeights evaluates only these. losses: those of `gate`
-    and, in training, "permutation". A forward in training is a step of the search.
+    Output: dense. While the search learns a soft permutation, any expert may have a weight. Later and in evaluation
+    only the permuted choices of `gate` have a nonzero weight; the policy NonzeroWeights evaluates only these experts.
+    losses: those of `gate` and, in training, "permutation". A forward in training is a step of the search.
 
     Example:
         >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))

@@ -17,8 +17,8 @@ class SoftmaxGate(Gate):
         dim: D.
         num_experts: E >= 1.
         bias: whether there is a b.
-        noise: whether training adds N(0, 1 / E^2) to the logits (paper 002).
-        importance: coefficient of nn.importance_loss of the probabilities without noise; 0: none.
+        noise: whether training adds N(0, 1 / E^2) to the logits, as in V-MoE; paper 002 does not define its noise.
+        importance: coefficient of nn.importance_loss of the probabilities without noise.
         generator: draws the noise; None is torch's own generator.
 
     Output: dense. losses: in training "importance", if its coefficient is not 0. Parameters: `linear`, initialised as

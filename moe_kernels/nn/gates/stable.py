@@ -16,23 +16,25 @@ from moe_kernels.ops._checks import check_int, check_number, check_size
 class StableGate(Gate):
     """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router that reads the ids.
 
-    Training starts in stage one, expert = argmax_i s_i. `begin_stage_two()` ends it: from then on, and always in
-    evaluation, expert = argmax_i (embedding[id] W_r)_i. Both stages weight by sigmoid(s_expert). A block computes
-    x + weight FF(LN(x)). A layer without a residual around it adds (1 - weight) x: MoE(..., pass_through=True).
+        training in stage one                expert = argmax_i s_i
+        after begin_stage_two(), evaluation  expert = argmax_i (embedding[id] W_r)_i
+        both                                 weight = sigmoid(s_expert)
+
+    MoE(..., pass_through=True) adds (1 - weight) x to the output, for a layer without a residual around it.
 
     Losses of stage one, with n_i the number of tokens of expert i and nbar the mean of n_i:
 
     * "balance": balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
     * "distill": distill * mean over tokens of CE(embedding[id] W_r, argmax s)
 
-    Both are means over tokens, to be added to a task loss that is a mean. The published code sums all three instead.
+    Both are means over tokens, to be added to a task loss that is a mean over tokens. The published code has sums.
 
     Args:
         dim: D.
         num_experts: E.
         vocabulary: number of ids.
         embedding: width of the router's own embedding.
-        balance, distill: coefficients, 0.3 each in the paper.
+        balance, distill: coefficients of the losses.
 
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
     Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
@@ -77,7 +79,7 @@ class StableGate(Gate):
         super().reset_parameters(generator)
 
     def begin_stage_two(self) -> None:
-        """From now on the distilled router chooses the experts, in training too."""
+        """Ends stage one: the small router chooses the experts in training, too."""
         self.stage = 2
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:

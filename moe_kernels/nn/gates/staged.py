@@ -16,16 +16,17 @@ from moe_kernels.ops._checks import check_module, check_number
 
 
 class StagedGate(Gate):
-    """first(x) in stage one, second(x) from stage two on; the training loop sets `stage` before a step.
+    """first(x) if `stage` is 1, else second(x). `stage` starts at 1; the training loop sets it before a step.
 
     Args:
         first, second: gates over the same experts.
-        distill: in stage two, weight of the mean over tokens of KL(first's gates || softmax of second's logits); second
-            must then be a TopKGate.
-        second_in_evaluation: evaluation uses the second gate in stage one too, for example if the first needs labels.
+        distill: coefficient of the loss "distill" in training with stage = 2: the mean over tokens of
+            KL(first's gates || softmax of second's logits). If it is not 0, second must be a TopKGate.
+        second_in_evaluation: whether evaluation uses the second gate in stage one, too, as for a first gate that needs
+            labels.
 
-    The training loop selects the parameters that train: nn.schedules.train_gates_alone(model) in stage two of the
-    sparse ViT, all in stage three. losses: those of the gate in use, and "distill". State dicts keep `stage`.
+    losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters: in stage
+    two of the sparse ViT call nn.schedules.train_gates_alone(model); in stage three all parameters train.
 
     Source: paper 002 (sparse ViT), section 3.2.
 
@@ -43,7 +44,8 @@ class StagedGate(Gate):
         check_module("StagedGate", "second", second, Gate)
         super().__init__(first.num_experts)
         if first.num_experts != second.num_experts:
-            raise ValueError(f"StagedGate: first is over {first.num_experts} experts, second over {second.num_experts}")
+            counts = f"{first.num_experts} and {second.num_experts}"
+            raise ValueError(f"StagedGate: first and second must have equally many experts, got {counts}")
         if distill and not isinstance(second, TopKGate):
             raise TypeError(f"StagedGate: distill needs second to be a TopKGate, got {type(second).__name__}")
         self.first, self.second, self.stage = first, second, 1

@@ -1,4 +1,4 @@
-"""Gates with a table: the expert of every id."""
+"""The base of gates with a table of the expert of every id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_kernels.nn.gates.gate import Gate, GateOutput
 class TableGate(Gate):
     """Tokens of id i go to expert table[i] with weight 1. A subclass draws the table in `draw`.
 
-    State: the buffer `codes` (ids,) int32, 2 table + 1. torch.optim.swa_utils.AveragedModel(use_buffers=True) averages
-    buffers in floats and truncates them, so a code may become 1 less; codes // 2 is still the same expert. State dicts
-    hold the table itself, under the name NAME.
+    State: the buffer `codes` (ids,) int32 = 2 table + 1. torch.optim.swa_utils.AveragedModel(use_buffers=True) averages
+    buffers in floats and truncates the averages, so a code may become smaller by 1; codes // 2 is still the same
+    expert. State dicts hold the table instead of the codes, under the name NAME.
     """
 
     NAME = "table"

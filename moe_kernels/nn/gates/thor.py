@@ -1,4 +1,4 @@
-"""THOR's gate (paper 003): random experts, for a loss that makes them agree."""
+"""THOR's gate (paper 003): random experts, for a loss that makes the experts agree."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ INFERENCE = ("token", "ids")
 
 
 class RandomGate(Gate):
-    """One uniformly random expert with weight 1; no parameters.
+    """One uniformly random expert a token, with weight 1; no parameters.
 
-    In training every call draws one expert for the whole batch, so that two passes over a batch usually use different
-    experts. THOR's loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both passes.
+    In training every call draws one expert for the whole batch. THOR runs two passes over each batch; its loss is
+    CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both passes.
 
     Args:
         num_experts: E.
-        inference: "token", a draw for every token, or "ids", one draw for all tokens of equal id (0 to T - 1), such as
-            those of a sentence; the published code's second mode draws by position instead.
+        inference: draws in evaluation: "token", one for every token, or "ids", one for all tokens of equal id
+            (0 to T - 1), such as those of a sentence; the published code's second mode draws by position instead.
         generator: draws the experts, on the device of x; None is torch's own generator.
 
     Source: THOR (Zuo et al. 2021, which paper 003 describes), section 3 and algorithm 1.
@@ -42,7 +42,7 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        # None is left out: torch.randint with the argument `generator` takes no symbolic number of tokens.
+        # None is not passed: torch.randint with the argument `generator` takes no symbolic number of tokens.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
         experts = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **options)
         if self.inference == "ids" and not self.training:

@@ -27,22 +27,23 @@ class TopKGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: from 1 to E.
-        order: as in topk_gate; with k = 1 weights have a gradient only in "softmax_topk".
-        noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first
-            (paper 001's baseline); "vmoe", N(0, 1 / E^2) (V-MoE, paper 003); or None. Evaluation has no noise.
-        bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE (paper 004).
-        importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
-            noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
+        order: as in topk_gate; with k = 1 weights have a nonzero gradient only for "softmax_topk".
+        noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (an
+            option of paper 001's code); "vmoe", N(0, 1 / E^2) (V-MoE, paper 003); or None. Evaluation has no noise.
+        bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE's code (paper 004).
+        importance, load, balance, z: coefficients of importance_loss, load_loss, balance_loss and router_z_loss of
+            moe_kernels.nn in training. `load` needs noise="vmoe"; `balance` counts first choices, as Switch and GShard
+            do. V-MoE: importance = load = 0.005.
         reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
         generator: draws the noise; None is torch's own generator.
         backend: as in topk_gate.
 
-    Output: sparse, choices in descending order. losses: in training those with a coefficient. Parameters: `linear`,
-    initialised as nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: through weights and losses,
-    with jitter also to W_n; the choice is a constant.
+    Output: sparse, choices in descending order. losses: in training those whose coefficient is not 0. Parameters:
+    `linear`, initialised as nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: to x and the
+    parameters through weights and losses; the choice is a constant.
 
-    Source: paper 001, section 5.1 ("Top-k"), without the fault of its code, which drops a chosen logit of 0;
-    V-MoE (paper 003), eq. 3 and appendix A.
+    Source: paper 001, section 5.1 ("Top-k"), without the fault of its code, which drops a chosen logit of 0; V-MoE
+    (paper 003).
 
     Example:
         >>> gate = TopKGate(16, 8, 2, order="softmax_topk", noise="vmoe", importance=0.005, load=0.005)
@@ -76,7 +77,7 @@ class TopKGate(TopKRouter):
         coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
         self.coefficients = {name: check_number("TopKGate", name, each) for name, each in coefficients.items()}
         if load and noise != "vmoe":
-            raise ValueError(f"TopKGate: load needs noise='vmoe', its loss is not defined without; got {noise!r}")
+            raise ValueError(f"TopKGate: load needs noise='vmoe', as load_loss assumes this noise; got {noise!r}")
         self.linear = RouterLinear(dim, num_experts, bias=bias, zero_bias=True, device=device, dtype=dtype)
         if noise == "jitter":
             self.noise_linear = RouterLinear(dim, num_experts, bias=False, bound=0, device=device, dtype=dtype)

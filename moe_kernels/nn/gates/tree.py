@@ -1,4 +1,4 @@
-"""The tree gate of paper 001 (tree COMET): K soft trees over the experts, learned with them."""
+"""The tree gate of paper 001 (tree COMET): K soft trees over the experts, which train together with the experts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class TreeGate(Gate):
         num_experts: E >= 2.
         trees: K.
         gamma: width of the smooth step.
-        entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert.
+        entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert a token.
         bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.
-        parity: as in tree_gate. tree_route needs none: a saturated tree has one leaf, of probability 1.
-        route: evaluation uses tree_route if every tree is saturated for every token, with equal results. The host waits
-            for this check on a GPU. On the meta device, in torch.compile and torch.export the dense gate runs.
+        parity: as in tree_gate; tree_route has no such argument, since a saturated tree has one leaf, of probability 1.
+        route: whether evaluation uses tree_route if every tree is saturated for every token. The results are equal
+            within rounding but have no gradient. The check makes the host wait for a GPU. On the meta device, in
+            torch.compile and in torch.export tree_gate runs.
         generator: draws the parameters; None is torch's own generator.
         backend: as in tree_gate.
 
-    Output: dense, gates (T, E); after tree_route sparse, at most one expert a tree. losses: "entropy" in training.
-    statistics: "experts_per_sample", the mean number of gates of at least 1e-5; after tree_route also "nodes_visited",
-    the mean number of nodes visited in a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100),
-    leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the
-    parameters.
+    Output: dense, gates (T, E); after tree_route sparse, at most one expert a tree. losses: "entropy" in training, if
+    its coefficient is not 0. statistics: "experts_per_sample", the mean over tokens of the number of gates of at least
+    1e-5; after tree_route also "nodes_visited", the mean number of nodes visited in a tree. Parameters: split_weight
+    (K, E-1, P) ~ U(-gamma/100, gamma/100), leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias
+    (K, E-1) = 0. Gradient: to x and the parameters.
 
     Source: paper 001, section 3, and the published code (initialisation, entropy, statistic).
 
@@ -103,8 +104,8 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route; None if a tree is not saturated: the dense gate's output would then differ."""
-        # With statistics=True tree_route returns three values; its annotation has two.
+        """The output of tree_route; None if a tree is unsaturated for a token, for which tree_gate's output differs."""
+        # The annotation of tree_route allows two values; with statistics=True there are three.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None

@@ -1,4 +1,4 @@
-"""XMoE's gate: scores a low-dimensional projection of x against expert embeddings, by three versions of the cosine."""
+"""XMoE's gate: compares a low-dimensional projection of x with each expert's embedding, by the cosine or a variant."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RADIUS = 1.5
 class XMoEGate(TopKRouter):
     """k experts a token: topk_gate(scores, k). A score compares r = W_d x (d_e numbers) with an expert's embedding e_i.
 
-    * "code": score_i = <r, e_i> / ||e_i||. In training every forward first sets e_i to norm 1.5, without a gradient.
-      r is not normalised. This is what the published code computes. Under fully_shard the gathered parameter is
-      rescaled and then freed: its shards keep their norms, so embeddings learn at another pace than in one process.
+    * "code": score_i = <r, e_i> / ||e_i||, as in the published code; r is not normalised. In training every forward
+      first scales e_i to norm 1.5, without a gradient. Under fully_shard the gathered parameter is scaled and then
+      freed; its shards keep their norms, so embeddings change at another rate than in one process.
     * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
     * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 
@@ -30,15 +30,16 @@ class XMoEGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: choices of a token, from 1 to E.
-        embedding: d_e, 8 in paper 004, 16 in torchscale.
+        embedding: d_e; 8 in the published code of paper 004, 16 in torchscale.
         score: "code", "cosine" or "learned".
-        temperature: of "cosine"; the initial one of "learned".
+        temperature: that of "cosine"; for "learned" its initial value.
         backend: as in topk_gate.
 
     Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; "learned" also has
-    `norm` and `log_temperature` (). Gradient: through r and through the normalisation of e, not through its rescaling.
+    `norm` and `log_temperature` (). Gradient: through r and e, also through the division by ||e_i||, but not through
+    the scaling to norm 1.5.
 
-    Source: Chi et al. 2022, a baseline of paper 004; "code" is from the published code of paper 004.
+    Source: Chi et al. 2022, a baseline of paper 004; the published code is that of paper 004.
 
     Example:
         >>> XMoEGate(16, 4, 2, score="cosine")(torch.randn(8, 16)).weights.shape
@@ -85,7 +86,7 @@ class XMoEGate(TopKRouter):
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
-        # A copy, since a second forward rescales the embeddings in place before the first one's backward reads them.
+        # A copy: if two forwards precede the backward, the second one scales in place what the first one saved.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
             return self.product(r, directions)
