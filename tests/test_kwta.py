@@ -195,7 +195,7 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ties", TIES)
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
-    """x, values and gradient have NaN, which kwta ranks highest, on all sides, or their rows are 2^30 elements apart."""
+    """x, values and gradient have NaN (which kwta ranks highest) on all sides; then rows are 2^30 elements apart."""
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
     if target.executed:  # reads do not depend on the tie rule: each rule has some of the shapes
         shapes = shapes[TIES.index(ties) :: 3]

@@ -1,4 +1,4 @@
-"""The layer of experts against loops over tokens and experts in float64, under every policy and the papers' options."""
+"""MoE and MultiGateMoE against loops over experts: policies, dropout, shared experts, permutations, errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def double(module):
 
 
 def outputs(experts, x):
-    """Outputs (T, E, Dout) of every expert for every token, by loops."""
+    """Outputs (T, E, Dout) of every expert for every token."""
     every = []
     for e in range(E):
         if isinstance(experts, ExpertLayer):
@@ -99,7 +99,7 @@ def test_priorities_of_paper_003(priority, kept):
 @pytest.mark.parametrize("priority", [None, "max"])
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_groups_compete_for_capacity_one_after_the_other(priority, order):
-    """Two groups of 5 tokens and one of 2: the result for a group is that of its tokens alone."""
+    """The result for a group (two have 5 tokens, the last has 2) is that of its tokens alone."""
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
@@ -178,7 +178,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     experts = ExpertMLP(E, D, H)
     layer = MoE(SoftmaxGate(D, E), experts, expert_dropout=0.5)
     x = torch.randn(40, 2, D)
-    x[:, 1] = x[:, 0]  # both tokens of a sample are the same, so they lose the same experts
+    x[:, 1] = x[:, 0]  # equal tokens of a sample: y is equal if both lose the same experts
     y = layer(x).y
     torch.testing.assert_close(y[:, 0], y[:, 1])
     every, gates = outputs(experts, x[:, 0]), layer.gate(x[:, 0]).gates
@@ -197,7 +197,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
 def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
     torch.manual_seed(0)
     layer = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), expert_dropout=0.5)
-    x = torch.randn(D).expand(*shape, D)  # equal tokens: their outputs differ by the dropped experts alone
+    x = torch.randn(D).expand(*shape, D)  # equal tokens: only the dropped experts make outputs differ
     y = layer(x).y.reshape(shape[0], -1, D)
     torch.testing.assert_close(y, y[:, :1].expand_as(y))
     assert len(y[:, 0].round(decimals=3).unique(dim=0)) > 8  # of 16 subsets
@@ -205,7 +205,7 @@ def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
 
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
-    """At rate 1 outputs are 0: the weighted sums of MoE, and those of MultiGateMoE from rows that tasks share."""
+    """With rate 1 the y of MoE and of MultiGateMoE are 0 in training."""
     experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
     layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
     assert not layer(x).y.any()
@@ -236,8 +236,8 @@ def test_tasks_share_experts_that_run_once(experts):
         torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
-    assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in every task are not evaluated
-    assert sparse.plan.num_rows == T  # T rows, as the gate of both tasks is evaluated once
+    assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in all tasks do not run
+    assert sparse.plan.num_rows == T  # a gate of two tasks counts once
     several = [gates[1], double(TopKGate(D, E, 1))]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -315,7 +315,7 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """With a nearly saturated tree, experts of weight 0 change neither outputs nor gradients if they are evaluated."""
+    """NonzeroWeights skips experts of weight 0. Outputs and gradients are those of a policy that evaluates them."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_experts_of_weight_zero_are_not_evaluated():
 
 @pytest.mark.parametrize("kind", ["tree", "hash"])
 def test_a_gate_behind_a_permutation(kind):
-    """MoE with a PermutedGate equals MultiGateMoE with one task, before and after the permutation is hardened."""
+    """MoE with a PermutedGate equals MultiGateMoE with one task, before and after the permutation becomes hard."""
     torch.manual_seed(0)
     gate = TreeGate(D, E, entropy=0.1) if kind == "tree" else HashGate(5, E)
     experts, x, ids = ExpertLayer(E, D, H), torch.randn(T, D), torch.arange(T) % 5
@@ -365,7 +365,7 @@ def test_a_gate_behind_a_permutation(kind):
     "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]
 )
 def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
-    """A layer on the meta device, which allocates nothing, has the shapes and FLOPs of one on the CPU."""
+    """On the meta device, which allocates nothing, a layer has the shapes and FLOPs that it has on the CPU."""
     layer, found = MoE(TopKGate(D, E, 2), experts, policy), []
     for device in ("cpu", "meta"):
         made, x = copy.deepcopy(layer).to(device), torch.randn(T, D, device=device, requires_grad=True)
@@ -379,7 +379,7 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
 
 @pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
 def test_room_is_that_of_the_exact_factor(factor):
-    """The capacity is computed in integers, as torch.compile needs; a float counts as the decimal that it prints as."""
+    """The capacity is computed in integers. A float factor stands for the decimal number that repr prints."""
     exact = Fraction(str(factor))
     for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))

@@ -1,4 +1,4 @@
-"""Every registered operator against torch.library.opcheck: schema, autograd registration, fake, and AOT dispatch."""
+"""torch.library.opcheck of every registered operator: schema, autograd registration, fake tensors, AOT dispatch."""
 
 from __future__ import annotations
 
@@ -160,8 +160,7 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# Gradients that can be differentiated again. Inputs of these, of swiglu_clamped and of operators named _fwd (but
-# tree_route_fwd) may require gradients; those of all other operators, which have no derivative, are detached.
+# Backward operators that have a derivative. test_opcheck detaches the inputs of operators without one.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 
