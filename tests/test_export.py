@@ -18,7 +18,7 @@ MODES += [(name, True, True) for name in ("vmoe", "capacity", "groups", "expert 
 def test_an_exported_layer_is_the_layer(name, training, strict):
     torch.manual_seed(0)
     made = LAYERS[name]().train(training)
-    # torch.export specialises for sizes 0 and 1. With expert choice an expert takes round(1.5 T / 4) tokens.
+    # torch.export specialises for sizes 0 and 1. With expert choice an expert takes at least 2 tokens if T >= 4.
     tokens = torch.export.Dim("tokens", min=4 if name == "expert choice" else 2, max=4096)
     shapes = {"x": {0: tokens}, "ids": {0: tokens}}
     program = torch.export.export(made, inputs(8), dynamic_shapes=shapes, strict=strict)

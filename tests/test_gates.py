@@ -201,7 +201,7 @@ def test_no_token_is_a_batch_too(make):
     assert out.y.shape == (0, D)
     assert out.gates[0].gates.shape == (0, layer.gate.num_experts)
     (out.y.sum() + out.loss).backward()
-    if not isinstance(layer.gate, mnn.PermutedGate):  # the entropy of a permutation does not depend on the batch
+    if not isinstance(layer.gate, mnn.PermutedGate):  # its loss, an entropy, does not depend on the batch
         assert out.loss == 0
     for name, value in out.statistics.items():
         assert value.isfinite().all(), name

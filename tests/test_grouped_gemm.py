@@ -169,7 +169,7 @@ def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
-# Not compiled by Triton. It computes activations in float32 for every dtype, so silu and swiglu in bfloat16 suffice.
+# Cases that Triton does not compile: it computes activations in float32 for every dtype, so silu and swiglu suffice.
 IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
 
 
@@ -285,7 +285,8 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """Relative errors are small, with 1e-6 more on a CPU. With 1 + erf in float32, gelu below -6 would be 0."""
+    """Errors are small relative to the value; "cpu" and "reference" may add 1e-6. Computed as 1 + erf in float32, gelu
+    below -6 would be 0."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     ends = torch.tensor([200, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.linspace(-12, 12, 997), ends]).to(dtype)
@@ -435,7 +436,7 @@ def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("din", "dout"), [(64, 24), (33, 17), (1, 9), (130, 3), (48, 8)])
 def test_experts_of_few_rows_with_a_transposed_weight(target, dtype, din, dout):
-    """If columns of a weight are contiguous, C++ computes dot products for up to 4 rows of an expert, else tiles."""
+    """Columns of the weights are contiguous. C++ then computes dot products for up to 4 rows of an expert."""
     if backends.unsupported(target.backend, "grouped_gemm", target.device, dtype) is not None:
         pytest.skip(f"{target.id} does not take {dtype}")
     offsets = torch.tensor([0, 1, 1, 5, 10, 12], dtype=torch.int32, device=target.device)

@@ -18,8 +18,8 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
-    """C++ multiplies large experts if each thread has an expert or 24 rows. torch.mm multiplies bfloat16 if the
-    processor has tiles for it (AMX)."""
+    """C++ multiplies large experts if each thread has an expert or 24 rows. If the processor has tiles for bfloat16
+    (AMX), torch.mm multiplies large experts in bfloat16."""
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     for dtype, size, rows, count, expected in (
         (torch.float32, (1, 2048, 2048), 48, 2, True),

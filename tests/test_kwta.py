@@ -43,7 +43,7 @@ def special(n: int) -> torch.Tensor:
 
 
 ROWS = {
-    "normal": torch.randn,  # in float32 nearly all values differ: the tie rules agree
+    "normal": torch.randn,  # in float32 values rarely tie
     "negative": lambda n: torch.randn(n) - 200,  # zeros read behind the row would be the largest
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # many ties, also with the k-th largest element
     "constant": lambda n: torch.full((n,), 0.3),  # 0 < k < n: "strict" keeps nothing, "all" everything

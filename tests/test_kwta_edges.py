@@ -55,7 +55,7 @@ PLACES = {  # (offset, gap) of x, of values and of the gradient
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
-        pytest.skip("float16 has the vectors of bfloat16: one place and short rows are enough")
+        pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
     if target.compiles:
         if dtype == torch.float16:
             pytest.skip("Triton's code for float16 differs from bfloat16's in constants, which test_kwta.py covers")

@@ -36,7 +36,7 @@ def test_the_papers_schedule():
 def test_a_step_of_stage_one_by_hand():
     search = LocalSearch(5, 10, zeta=0.1)
     with torch.no_grad():
-        search.scores.mul_(0.02)  # far from a permutation matrix after Sinkhorn
+        search.scores.mul_(0.02)  # then Sinkhorn's result is far from a permutation
     gates = torch.rand(3, 2, 5).softmax(-1)
     permuted, regulariser = search(gates)
     soft = sinkhorn_loop(search.scores.detach()[0], 33, 10**-3.4)

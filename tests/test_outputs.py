@@ -142,7 +142,7 @@ def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)
     with torch.no_grad():
-        made(x)  # is allowed
+        made(x)  # without gradients the call is allowed
 
 
 def test_a_reentrant_checkpoint_of_a_tensor_is_right():
@@ -221,6 +221,6 @@ def test_a_block_that_fails_collects_no_more():
 
 def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
     layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
-    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute all of it
+    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute the whole forward
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(outputs) == 1
