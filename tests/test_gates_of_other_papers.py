@@ -58,10 +58,8 @@ def test_who_learns_from_a_competition(through_norms):
     out = layer(x.requires_grad_())
     assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)
     experts, router = layer.experts, layer.gate.router.linear
-    assert all(
-        grad is None
-        for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
-    )
+    grads = torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
+    assert all(grad is None for grad in grads)
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
     # Only the loss trains the router, since the weights in y come from the experts' norms.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)

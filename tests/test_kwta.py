@@ -14,6 +14,7 @@ from inputs import far_apart, framed, padded, shifted
 
 import moe_kernels as mk
 from moe_kernels import backends, library
+from moe_kernels.verify import threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIES = ("index", "strict", "all")
@@ -261,14 +262,10 @@ def test_more_than_two_to_the_31_elements():
 
 def test_results_do_not_depend_on_threads():
     x = torch.randn(100, 777)
-    one = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(mk.kwta(x, 99, backend="cpu"))
-    finally:
-        torch.set_num_threads(one)
     assert all(torch.equal(results[0], other) for other in results)
 
 
@@ -348,7 +345,7 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
     assert not dx[0, 1::2].any()
 
 
-@pytest.mark.parametrize("ties", ["index", "strict", "all"])
+@pytest.mark.parametrize("ties", TIES)
 def test_none_and_all_win_rows_of_one_sign(target, ties):
     # With k = 0 and k = n no threshold separates winners from losers.
     x = torch.randn(3, 33).abs()

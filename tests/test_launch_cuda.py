@@ -63,16 +63,7 @@ def probe(tmp_path_factory):
     nvcc, folder = nvcc_or_skip(), tmp_path_factory.mktemp("launch")
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)
-    options = [
-        "-std=c++17",
-        "-arch=sm_80",
-        f"-I{ROOT}/csrc/include",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-cudart",
-        "none",
-    ]
+    options = ["-std=c++17", "-arch=sm_80", f"-I{ROOT}/csrc/include", "-shared", "-Xcompiler=-fPIC", "-cudart=none"]
     sources = [str(folder / name) for name in ("probe.cu", "runtime.cpp")]
     subprocess.run([nvcc, *options, *sources, "-o", str(folder / "probe.so")], check=True)
     library = ctypes.CDLL(str(folder / "probe.so"))

@@ -15,7 +15,7 @@ from inputs import padded
 
 import moe_kernels as mk
 from moe_kernels import backends
-from moe_kernels.verify import verify
+from moe_kernels.verify import threads, verify
 
 OP = "make_plan"
 ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
@@ -383,22 +383,17 @@ def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
 def test_many_tokens_and_threads(num_experts):
     experts = torch.randint(-1, num_experts, (20000, 2))
     priority = torch.rand(20000).bfloat16()  # many ties
-    before = torch.get_num_threads()
-    try:
-        for order in ("choice", "token"):
-            expected = mk.make_plan(
-                experts, num_experts, capacity=50, priority=priority, order=order, backend="reference"
-            )
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                assert_same(mk.make_plan(experts, num_experts, capacity=50, priority=priority, order=order), expected)
-        scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
-        expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for order in ("choice", "token"):
+        given = {"capacity": 50, "priority": priority, "order": order}
+        expected = mk.make_plan(experts, num_experts, **given, backend="reference")
+        for count in (1, 2, 3):
+            with threads(count):
+                assert_same(mk.make_plan(experts, num_experts, **given), expected)
+    scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
+    expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
+    for count in (1, 2, 3):
+        with threads(count):
             assert_same(mk.plan_expert_choice(scores, 100)[0], expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- bad ids, bad input ---------------------------------------------------------------------------------------------
