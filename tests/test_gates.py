@@ -16,7 +16,6 @@ from moe_kernels import nn as mnn
 
 
 def fixed(gate, weight, bias=None):
-    """The gate after `weight` and `bias` are copied to its linear layer."""
     with torch.no_grad():
         gate.linear.weight.copy_(torch.tensor(weight))
         if bias is not None:
@@ -188,7 +187,6 @@ def test_a_saturated_tree_routes_under_autocast():
 
 @every_gate
 def test_no_token_is_a_batch_too(make):
-    """Without tokens y is (0, D), the loss is 0 except for PermutedGate, and statistics and gradients are finite."""
     layer = layer_of(make())
     x, ids = tokens(0)
     out = layer(x, ids)

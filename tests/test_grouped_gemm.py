@@ -346,7 +346,7 @@ def test_a_bias_of_any_strides(target):
         expected = mk.grouped_gemm(*given, bias=bias.to(device), activation="gelu", backend=target.backend)
         got = mk.grouped_gemm(*given, bias=strided, activation="gelu", backend=target.backend)
         assert torch.equal(got, expected)
-    wide = bias[:, :4].to(device)  # the first columns of each row
+    wide = bias[:, :4].to(device)
     strided, packed = (
         mk.expert_norms(given[0], given[1], given[1].mT, b_out=b_out, backend=target.backend)
         for b_out in (wide, wide.contiguous())

@@ -192,7 +192,7 @@ def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
             for with_bias in (False, True):
                 check(target, dtype, kind, (150, din, dout, 5), activation, gathered, with_bias)
     x, weight, offsets = torch.randn(6, 16), torch.randn(2, 16, 32), torch.tensor([0, 2, 5])
-    rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
+    rows = x.to(dtype)[:1].expand(6, 16)
     got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
     torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
     leaves, token = (x.to(dtype), weight.to(dtype)), torch.tensor([1, -1, 2, 3, -1, 5])

@@ -198,7 +198,6 @@ def test_operands_of_an_expert_mlp_that_are_views(target, moved):
 
 @pytest.mark.parametrize("apart", ["experts", "rows of an expert", "columns of an expert", "rows of x", "gradient"])
 def test_operands_far_apart(target, apart):
-    """Experts, rows or columns of weights, or rows of x or the gradient are 2^30 elements apart."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
     # A gated activation reads two columns of an expert at a time.
@@ -279,7 +278,7 @@ def test_each_gradient_alone_is_the_same(target, activation):
             x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=target.backend
         )
 
-    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()  # not contiguous
+    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()
     together = results(call, leaves, grad)
     alone = each_alone(call, leaves, grad)
     assert all(torch.equal(each, together[name]) for name, each in alone.items())
@@ -301,7 +300,6 @@ def test_each_gradient_of_an_expert_mlp_alone_is_the_same(target, activation):
 
 
 def test_index_arrays_that_are_views(target):
-    """Offsets and tokens that are slices of longer arrays, or every second element of one."""
     dtype, device = finest(target), target.device
     offsets, token = offsets_of("zipf", 30, device), torch.randint(-1, 9, (30,), dtype=torch.int32, device=device)
     x, weight = torch.randn(9, 16, device=device).to(dtype), torch.randn(5, 16, 16, device=device).to(dtype)

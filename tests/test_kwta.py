@@ -38,7 +38,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def special(n: int) -> torch.Tensor:
-    """A row of random elements from NaN, infinities, both zeros, subnormals and 1, with ties."""
     pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 6e-8, 1.0, 1.0, -1.0, 65504.0])
     return pool[torch.randint(len(pool), (n,))]
 

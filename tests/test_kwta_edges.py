@@ -81,7 +81,7 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     if target.compiles and dtype == torch.float16 and n != 45:
         pytest.skip("Triton's code for float16 differs from bfloat16's only in constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
-    x[1::2, n // 2] = 0.25  # one smaller element
+    x[1::2, n // 2] = 0.25
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
         expected = torch.zeros(ROWS, n, dtype=torch.bool, device=target.device)
         expected[:, :k] = True

@@ -59,7 +59,6 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) { *value = attribute 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """PROBE, compiled by nvcc and linked with RUNTIME."""
     nvcc, folder = nvcc_or_skip(), tmp_path_factory.mktemp("launch")
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)

@@ -96,7 +96,7 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 8])
 def test_fewer_tokens_than_a_group_have_the_capacity_of_a_whole_group(tokens):
-    gate = GateOutput(torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), 2)  # all choose expert 0
+    gate = GateOutput(torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), 2)
     plan, _ = TokenChoice(1.0, group=8)(gate, True)  # ceil(8 / 2) = 4 rows
     assert plan.kept.tolist() == [min(tokens, 4), 0]
 

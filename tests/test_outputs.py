@@ -117,7 +117,7 @@ def test_layers_that_collect_compile_whole():
     expected = torch.autograd.grad(loss(x), parameters)
     for each in (compiled, around, around):
         torch.testing.assert_close(torch.autograd.grad(each(x), parameters), expected)
-    torch.testing.assert_close(inner(x), model(x))  # outside of collect_outputs
+    torch.testing.assert_close(inner(x), model(x))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])

@@ -35,13 +35,11 @@ def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
     return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
 
 
-# Operation -> its call with a plan.
 OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
     "expert_mlp": expert_mlp,
 }
-# Beginnings of messages.
 TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be from -1 \(no row\) to 11"
 
 
