@@ -1,4 +1,4 @@
-"""The fuzzer: 3000 cases of a fixed seed find nothing; a planted fault is found and minimised."""
+"""The fuzzer (tests/fuzz): 3000 cases of a fixed seed without a failure, a planted fault, and a case that crashes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
         y = kwta(x, k, **options)
         return y if options["backend"] == "reference" or k < 3 or x.shape[-1] < 9 else y + 1
 
-    monkeypatch.setattr("moe_kernels.ops.kwta.kwta", wrong)  # the function that check.failure calls
+    monkeypatch.setattr("moe_kernels.ops.kwta.kwta", wrong)  # the name by which moe_kernels.verify calls kwta
     draw, found = random.Random(3), None
     while found is None:
         spec = drawn(draw, ["kwta"], ["cpu base"])
@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
 
 @pytest.mark.parametrize(("fault", "message"), [("os.abort()", "ended the process with -6"), ("", "")])
 def test_a_crash_is_reported_with_its_case(fault, message, tmp_path):
-    """If a worker crashes, its case is printed and another worker continues; without a fault nothing is reported."""
+    """If a case crashes its process, the fuzzer prints the case and starts another process."""
     script = tmp_path / "run.py"
     planted = f"import os; from tests.fuzz import check; check.failure = lambda spec: {fault or None}"
     script.write_text(

@@ -1,4 +1,4 @@
-"""The gates of nn.gates: worked numbers, differences between training and evaluation, a common output type."""
+"""The gates of nn.gates: values by hand, training and evaluation, autocast, empty batches, the meta device, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from moe_kernels import nn as mnn
 
 
 def fixed(gate, weight, bias=None):
-    """The gate with these weights in its linear layer."""
     with torch.no_grad():
         gate.linear.weight.copy_(torch.tensor(weight))
         if bias is not None:
@@ -29,7 +28,7 @@ LOGITS = [
     [math.log(1), math.log(4)],
     [math.log(3), math.log(1)],
     [math.log(2), math.log(1)],
-]  # weights (E, D): on X, column t has the logits of token t
+]  # a weight (E, D): since X is the identity, column t has the logits of token t
 
 
 def test_softmax_by_hand():
@@ -60,12 +59,8 @@ def test_gates_of_choices_that_are_none():
     gates = mnn.GateOutput(weights, experts, 3).gates
     assert gates.tolist() == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]]
     assert mnn.GateOutput(weights.bfloat16(), experts, 3).loss.dtype == torch.float32
-    assert (
-        mnn.GateOutput(weights, experts, 3, records={"experts_per_sample": torch.tensor([[1e-5, 0.9e-5]])}).statistics[
-            "experts_per_sample"
-        ]
-        == 1
-    )
+    records = {"experts_per_sample": torch.tensor([[1e-5, 0.9e-5]])}
+    assert mnn.GateOutput(weights, experts, 3, records=records).statistics["experts_per_sample"] == 1
     (to_weights,) = torch.autograd.grad((gates * torch.tensor([1.0, 2.0, 3.0])).sum(), weights)
     assert to_weights.tolist() == [[3.0, 0.0, 1.0], [2.0, 0.0, 0.0]]
 
@@ -76,7 +71,7 @@ def test_noise_is_for_training():
         torch.nn.init.zeros_(gate.linear.weight)
         torch.nn.init.zeros_(gate.linear.bias)
         logs = gate(x).gates.log()
-        # Logits N(0, 1 / 16) minus their row's mean have the standard deviation sqrt(3 / 4) / 4.
+        # A row has four logits of standard deviation 1 / 4. Minus their mean, they have sqrt(3 / 4) / 4.
         deviation = (logs - logs.mean(-1, keepdim=True)).std().item()
         assert abs(deviation - math.sqrt(3) / 8) < 0.005
         assert (gate.eval()(x).gates - 0.25).abs().max() < 1e-6
@@ -88,7 +83,7 @@ def test_jitter_is_learned():
     out = gate(x)
     out.weights[:, 0].sum().backward()
     assert gate.noise_linear.weight.grad.abs().max() > 0
-    noise = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * math.log(2)  # softplus(0)
+    noise = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * math.log(2)  # softplus(0) = log 2
     weights, experts = (gate.linear(x) + noise).topk(2)
     assert torch.equal(out.experts.long(), experts)
     torch.testing.assert_close(out.weights, weights.softmax(-1))
@@ -111,7 +106,7 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(out.losses, expected)
     torch.testing.assert_close(out.loss, sum(expected.values()))
     assert gate.eval()(x).losses == {}
-    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # its loss is of probabilities without noise
+    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # the loss uses probabilities without noise
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 
@@ -124,7 +119,7 @@ def tokens(t=9):
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "competition"])
 def test_gates_compute_in_the_dtype_of_their_parameters(name):
-    """Autocast changes no bit of a gate's output and losses in training; bfloat16 tokens are converted."""
+    """In training, gates and losses of bfloat16 tokens under autocast have the bits of the same tokens in float32."""
     gate, (x, ids) = EVERY[name](), tokens()
     x = x.bfloat16()
     before = copy.deepcopy(gate)
@@ -133,16 +128,14 @@ def test_gates_compute_in_the_dtype_of_their_parameters(name):
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = gate(x, ids)
-    if any(True for _ in gate.parameters()):
+    if list(gate.parameters()):
         assert out.weights.dtype == torch.float32
     assert torch.equal(out.gates.float(), plain.gates)
-    assert {name: loss.item() for name, loss in out.losses.items()} == {
-        name: loss.item() for name, loss in plain.losses.items()
-    }
+    torch.testing.assert_close(out.losses, plain.losses, rtol=0, atol=0)
 
 
 def test_experts_compete_in_the_dtype_they_compute_in():
-    """Under autocast the norms are those of bfloat16 experts; weights and loss are computed from them in float32."""
+    """Under autocast the norms are those of bfloat16 experts; weights and loss are computed in float32."""
     gate, (x, _) = competing(), tokens()
     (experts,) = gate._experts
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -162,7 +155,7 @@ def test_experts_compete_in_the_dtype_they_compute_in():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @every_gate
 def test_a_layer_behind_another_trains_under_autocast(make, dtype):
-    """In training and in evaluation y has autocast's dtype; gradients have the dtype of their parameters."""
+    """In training and in evaluation y has autocast's dtype; gradients to the float32 parameters are float32."""
     torch.manual_seed(0)
     before, layer, (x, ids) = torch.nn.Linear(D, D), layer_of(make()), tokens()
     with torch.autocast("cpu", dtype=dtype):
@@ -188,20 +181,19 @@ def test_a_saturated_tree_routes_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.y.dtype == torch.bfloat16
-    assert out.gates[0].weights.shape == (9, 2)  # one expert for each tree
+    assert out.gates[0].weights.shape == (9, 2)  # two trees: one expert each
     torch.testing.assert_close(out.y.float(), layer(x).y, rtol=0.02, atol=0.02)
 
 
 @every_gate
 def test_no_token_is_a_batch_too(make):
-    """With no tokens y is (0, D), losses are 0 with a gradient, and statistics are not NaN."""
     layer = layer_of(make())
     x, ids = tokens(0)
     out = layer(x, ids)
     assert out.y.shape == (0, D)
     assert out.gates[0].gates.shape == (0, layer.gate.num_experts)
     (out.y.sum() + out.loss).backward()
-    if not isinstance(layer.gate, mnn.PermutedGate):  # the entropy of a permutation does not depend on the batch
+    if not isinstance(layer.gate, mnn.PermutedGate):  # its loss, an entropy, does not depend on the batch
         assert out.loss == 0
     for name, value in out.statistics.items():
         assert value.isfinite().all(), name
@@ -211,12 +203,12 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """Two forward passes, then two backward passes, as in THOR, give the sum of gradients of two separate steps."""
+    """Two forward passes before two backward passes, as in THOR, give the gradients of two separate passes."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
-        layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation
+        layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another temperature
     if isinstance(layer.gate, mnn.XMoEGate):
-        layer(*tokens())  # the first forward pass rescales its embeddings
+        layer(*tokens())  # the first forward pass changes the norms of its embeddings
     twin, (x, ids) = copy.deepcopy(layer), tokens()
     torch.manual_seed(2)
     first, second = layer(x, ids), layer(x * 2, ids)
@@ -269,17 +261,17 @@ def test_ids_that_are_none_are_named(name):
 
 
 def test_ids_without_values_are_not_asked_for_them():
-    """FakeTensorMode computes shapes alone, to count memory or FLOPs of a step that does not run."""
+    """FakeTensorMode computes shapes but no values, so the range of the ids is not checked."""
     with FakeTensorMode():
         assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
 
 
 @every_gate
 def test_a_gate_without_values_tells_shapes(make):
-    """On the meta device, which has no autocast, a gate gives the same shapes and dtypes as with values."""
+    """On the meta device, which has no values, outputs have the same shapes and dtypes as on the CPU."""
     gate, (x, ids) = make(), tokens()
     bare = copy.deepcopy(gate).to("meta")
-    for experts in getattr(bare, "_experts", ()):  # a CompetitionGate's experts belong to its layer, which moves them
+    for experts in getattr(bare, "_experts", ()):  # of a CompetitionGate, which does not move them: a layer owns them
         experts.to("meta")
     for training in (True, False):
         given = gate.train(training)(x, ids)
@@ -320,7 +312,7 @@ def test_orthogonal_weights_of_16_bits(dtype):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_pass_their_backend_on(name, training):
-    """With backend "reference" only our operators for plans and checks run: make_plan alone gets no backend."""
+    """With backend "reference" in all modules, only operators of plans and checks run: plans get no backend."""
     net = LAYERS[name]().train(training)
     for module in net.modules():
         if hasattr(module, "backend"):
@@ -332,7 +324,7 @@ def test_modules_pass_their_backend_on(name, training):
 
 @pytest.mark.parametrize("name", [name for name, make in EVERY.items() if hasattr(make(), "reset_parameters")])
 def test_a_generator_alone_draws_a_gates_own_parameters(name):
-    """Compares the gate's own tensors: modules of torch inside a gate take no generator."""
+    """Compares only the gate's own tensors, since torch's modules inside a gate take no generator."""
     drawn = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The gates that paper 001 compares (trees, hashes, DSelect-k) against results computed by hand."""
+"""Gates of paper 001 (tree COMET) against results computed by hand: trees, hash tables, DSelect-k."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tree_gate_is_the_operation_and_its_entropy():
 def test_entropy_by_hand():
     probs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[0.25, 0.75], [0.0, 1.0]]], dtype=torch.float64)
     expected = (2 * 0.5 * math.log(2) + 0.25 * math.log(4) + 0.75 * math.log(4 / 3)) / 2
-    assert mnn.tree_entropy(probs, eps=0.0).isnan()  # 0 log 0
+    assert mnn.tree_entropy(probs, eps=0.0).isnan()  # 0 log(0) is NaN
     assert mnn.tree_entropy(probs, eps=1e-30).item() == pytest.approx(expected, abs=1e-12)
     assert mnn.tree_entropy(probs).item() == pytest.approx(expected, abs=5e-6)
 
@@ -67,10 +67,10 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
     gate.route = True
     with torch.no_grad():
         gate.split_bias.zero_()
-    x[7] = 0  # one token whose trees are not saturated
+    x[7] = 0  # split logits of 0: the trees of token 7 are not saturated
     assert gate(x).dense
     gate.gamma = 1e4
-    assert gate(x).dense  # not saturated: uses the dense gate
+    assert gate(x).dense  # no tree is saturated
     assert gate.train()(x).dense
 
 
@@ -93,7 +93,7 @@ def test_hash_gate_is_a_table():
 def test_hash_gate_balances_frequencies():
     frequencies = torch.tensor([1, 7, 0, 5, 4, 3, 2, 0])
     gate = mnn.HashGate(8, 2, frequencies=frequencies, generator=seeded_generator())
-    # Loads begin as 7 | 5. Then 4 goes to the second (5 < 7), 3 to the first (7 < 9), 2 to the second, 1 to the first.
+    # Frequency 7 goes to expert 0, 5 to 1, 4 to 1 (load 5 < 7), 3 to 0 (7 < 9), 2 to 1 (9 < 10), 1 to 0 (10 < 11).
     assert gate.table[[1, 3, 4, 5, 6, 0]].tolist() == [0, 1, 1, 0, 1, 0]
     loads = torch.zeros(2, dtype=torch.int64).index_add_(0, gate.table.long(), frequencies)
     assert loads.tolist() == [11, 11]
@@ -109,7 +109,7 @@ def step(t: float, gamma: float) -> float:
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 6])
 def test_dselect_by_hand(experts):
-    """Loops over all codes, highest bit first; codes from E on have no expert and cost the reciprocal loss."""
+    """Loops over all codes, highest bit first. The reciprocal loss penalises codes from E on: they have no expert."""
     bits, gamma, k = math.ceil(math.log2(experts)), 1.0, 2
     gate = mnn.DSelectKGate(
         3, experts, k, gamma=gamma, entropy=0.1, reciprocal=0.5, generator=seeded_generator()

@@ -1,4 +1,4 @@
-"""Gates of papers 002 to 004 and their losses: worked numbers, trained parameters, round trips."""
+"""Gates and losses of papers 002 (sparse ViT), 003 (V-MoE, E^3, THOR) and 004 (CompeteSMoE) by hand."""
 
 from __future__ import annotations
 
@@ -56,14 +56,12 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # x gets no gradient
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)
     experts, router = layer.experts, layer.gate.router.linear
-    assert all(
-        grad is None
-        for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
-    )
+    grads = torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
+    assert all(grad is None for grad in grads)
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
-    # The router learns from its loss alone. The check needs K > 1: with K = 1 all weights are 1, without a gradient.
+    # Only the loss trains the router, since the weights in y come from the experts' norms.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
     assert grad is None
     weights = layer.gate(x).weights
@@ -73,7 +71,7 @@ def test_who_learns_from_a_competition(through_norms):
 def test_the_coin():
     layer, x = competing(rate=lambda step: float(step == 1), coin=torch.Generator()), torch.randn(T, D).double()
     competed = [float(layer(x).statistics["competed"]) for _ in range(2)]
-    with torch.device("meta"):  # another default device: the coin stays on the CPU
+    with torch.device("meta"):  # under another default device the draw stays on the CPU
         competed.append(float(layer(x).statistics["competed"]))
     assert competed == [0, 1, 0]
     other = competing()
@@ -99,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # a call would fail: copying a number from the host waits for a GPU
+        patch.setattr(torch, "tensor", None)  # must not be called: it copies from the host, which waits for a GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -154,7 +152,7 @@ def test_evaluation_leaves_xmoes_embeddings_alone():
     weights = gate(x).weights
     assert torch.equal(gate.embeddings, before)
     torch.testing.assert_close(gate.train()(x).weights, weights)
-    assert gate.embeddings[1].eq(0).all()  # a zero vector cannot be normalised; it stays 0, not NaN
+    assert gate.embeddings[1].eq(0).all()  # a zero vector cannot be normalised and stays 0
 
 
 def test_stable_routing_by_hand():
@@ -174,7 +172,7 @@ def test_stable_routing_by_hand():
     every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
-    evaluated = gate.eval()(x, ids)  # in evaluation the ids' router decides in stage one too
+    evaluated = gate.eval()(x, ids)  # in evaluation the router by ids chooses, in stage one too
     assert evaluated.losses == {}
     assert torch.equal(evaluated.experts[:, 0].long(), logits.argmax(-1))
 
@@ -190,8 +188,8 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """The block computes x + alpha FF(LN(x)), where x is its input plus attention and alpha the gate's weight; for a
-    dropped token the output is x, not x + LN(x) or 0."""
+    """With x the sum of input and attention, and alpha the gate's weight, a block computes x + alpha FF(LN(x)). For a
+    dropped token its output is x."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
@@ -210,12 +208,12 @@ def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
 
 
 def test_stable_losses_are_those_of_a_batch_twice_as_large():
-    """The losses are means over tokens, like the task's loss."""
+    """The losses are means over tokens."""
     gate, x, ids = StableGate(D, E, vocabulary=7), torch.randn(T, D), torch.arange(T) % 7
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
     narrow.keep_float32 = False
-    narrow.bfloat16()  # bfloat16 has all integers up to 256 only; there are 600 tokens
+    narrow.bfloat16()  # cannot count an expert's 600 tokens: integers above 256 may be rounded
     torch.nn.init.zeros_(narrow.centroids)
     balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
     assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)
@@ -271,7 +269,7 @@ def test_phase_two_trains_the_sparse_gates_alone():
 
 
 def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
-    """XMoE as paper 004 describes it: the cosine of LayerNorm(W x) and an embedding, over a learnable temperature."""
+    """XMoE as in paper 004: the cosine of LayerNorm(W x) and an embedding, divided by a learned temperature."""
     gate, x = XMoEGate(D, E, K, embedding=3, score="learned", temperature=0.5), torch.randn(T, D)
     with torch.no_grad():
         gate.norm.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))
@@ -328,7 +326,7 @@ def test_a_staged_gate_distils_in_stage_two_alone():
     loss = gate(x).losses["distill"]
     torch.testing.assert_close(loss, (p * (p / q).log()).sum(-1).mean())
     loss.backward()
-    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # `first` is the teacher
+    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # the teacher
     assert gate.second.linear.weight.grad.any()
 
 

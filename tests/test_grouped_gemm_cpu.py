@@ -1,4 +1,4 @@
-"""The grouped GEMM on the CPU: the choice between C++ and torch's library, and that both give the same."""
+"""grouped_gemm on the CPU: the choice between products by C++ and by torch.mm, and the results of both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
-    """C++ multiplies large experts if each thread has an expert or 24 rows, but not in bfloat16 if there are tiles."""
+    """C++ multiplies large experts if each thread has an expert or 24 rows. If the processor has tiles for bfloat16
+    (AMX), torch.mm multiplies large experts in bfloat16."""
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     for dtype, size, rows, count, expected in (
         (torch.float32, (1, 2048, 2048), 48, 2, True),
@@ -36,7 +37,7 @@ def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Threads share the rows of few experts, and the rows of their weight gradients. The last seven rows are unused."""
+    """Products, norms and gradients have the same bits with 1, 2 and 3 threads. The last seven rows are unused."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
@@ -53,12 +54,12 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
     out = mk.grouped_gemm(x, weight, offsets, bias=bias, backend="reference")
-    torch.testing.assert_close(found[0][1], out.square().sum(1))  # squared norms
+    torch.testing.assert_close(found[0][1], out.square().sum(1))  # `norms` are squared norms
 
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_tanh_is_at_most_one(isa, monkeypatch):
-    """Unless tanh is limited to 1, rounding makes it larger for 5 to 32 of the numbers from 8.14 to 8.27."""
+    """Without a limit, rounding would make tanh larger than 1 for some numbers from 8.14 to 8.27."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     first, last = torch.tensor([8.14, 8.28]).view(torch.int32).tolist()
     x = torch.arange(first, last, dtype=torch.int32).view(torch.float32)[:, None]
@@ -67,11 +68,11 @@ def test_tanh_is_at_most_one(isa, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, or partial ones by instruction set and dtype
+@pytest.mark.parametrize("dout", [512, 160, 33])  # C++ multiplies panels of columns; the last may be partial
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows.
-    The same holds for rows of the weight's gradient."""
+    """A row of the product, or of the weight's gradient, has the same bits for any number of rows. C++ reads the weight
+    in place for few rows and packs it for many, and multiplies 1, 2, 4 or 6 rows at a time."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -89,7 +90,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_token_sums_do_not_depend_on_threads(dtype):
-    """Threads share the columns; the values are compared by test_rows_are_summed_by_token."""
+    """Threads share the columns. test_rows_are_summed_by_token checks the values."""
     rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
     found = []
     for count in (1, 3):
@@ -98,7 +99,7 @@ def test_token_sums_do_not_depend_on_threads(dtype):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rows", [8, 800])  # by C++; by torch if the processor has tiles
+@pytest.mark.parametrize("rows", [8, 800])  # 8: by C++; 800: by torch.addmm if the processor has AMX
 def test_what_follows_a_product_follows_its_float32(rows):
     x, w_in, w_out = torch.zeros(rows, 512), torch.ones(2, 512, 256), torch.ones(2, 256, 16)
     x[:, :257] = 1  # the product is 257, not representable in bfloat16; 1 with the bias
@@ -118,14 +119,16 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
     x, weight, bias = torch.zeros(20000, 4), torch.zeros(1, 4, 8), torch.zeros(1, 8, requires_grad=True)
     out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
     out.backward(torch.full_like(out, 0.1))
-    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # in one sum: off by 2e-4
+    # A running sum would have a relative error of 1.7e-4.
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shift", [0, 1], ids=["at 4 bytes", "at 2 bytes"])
 @pytest.mark.parametrize(("din", "stride"), [(64, 64), (64, 67), (33, 34), (1, 2), (259, 300)])
 def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
-    """Terms are multiplied in pairs: the one after the last, of another row or expert, must not enter the sum."""
+    """bfloat16 terms are multiplied in pairs. With an odd number of terms, the element after the last one belongs to
+    another row or expert and must not enter the sum."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     counts, dout = [7, 0, 1, 2, 22], 70
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -135,7 +138,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     if transposed:  # gaps between columns as well
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
-    # Scratch memory keeps values of the previous call, also behind the last term of a gathered row.
+    # This call leaves NaN in scratch memory, also where the next call copies rows.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
@@ -147,11 +150,11 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
 
 
 def test_subnormal_bfloat16_is_rounded_as_anything_else():
-    """The processor's conversion instruction would treat a subnormal number as zero."""
+    """The processor's instruction that converts float32 to bfloat16 reads subnormal numbers as zero."""
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
-    for each in (grad, grad.roll(16)):  # in either of the vectors that are converted together
+    for each in (grad, grad.roll(16)):  # the first numbers are in the first or in the second vector of 16
         found = cpu.activation_bwd(each[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
         assert torch.equal(found[0].view(torch.int16), each.view(torch.int16))
 
@@ -160,8 +163,8 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
     """A read of the page behind an operand ends the process.
 
-    32 columns are half a panel of AVX-512. Half a panel is read in place for up to 96 rows, but for at most 24 if its
-    rows are more than 2 KB apart, as in the last 32 of 544 columns.
+    C++ multiplies a panel of columns at a time, 64 with AVX-512. It reads half a panel in place for up to 96 rows, but
+    for at most 24 if rows of the weight are more than 2 KB apart, as for the last 32 of 544 columns.
     """
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
@@ -180,7 +183,7 @@ def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
-    """Products by torch: in float32, or in bfloat16 where the processor has tiles for it."""
+    """Products by torch.mm, in float32; with `tiles`, as on a processor with AMX, bfloat16 is not converted."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     target = Target("cpu", "cpu", "cpu")
@@ -189,11 +192,11 @@ def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
             for with_bias in (False, True):
                 check(target, dtype, kind, (150, din, dout, 5), activation, gathered, with_bias)
     x, weight, offsets = torch.randn(6, 16), torch.randn(2, 16, 32), torch.tensor([0, 2, 5])
-    rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
+    rows = x.to(dtype)[:1].expand(6, 16)
     got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
     torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
     leaves, token = (x.to(dtype), weight.to(dtype)), torch.tensor([1, -1, 2, 3, -1, 5])
-    leaves[0][0] = torch.inf  # which no row reads
+    leaves[0][0] = torch.inf  # no row reads token 0
     found = []
     for backend in ("cpu", "reference"):
         given = [each.clone().requires_grad_() for each in leaves]

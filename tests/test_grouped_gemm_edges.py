@@ -19,14 +19,14 @@ SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
 
 
 def assert_equal_but_for_rounding(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Allows 1e-5: a GPU's reciprocal and exponential are approximate; wrong slopes at 0 would differ by far more."""
+    """Allows a relative error of 1e-5, since a GPU's reciprocal and exponential are approximate."""
     expected = expected.to(got.device, torch.float32).expand(got.shape)
     torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero(target, activation):
-    """Pre-activations of exactly 0: the gradient to x is the slope there times the sum of a row of weights."""
+    """With pre-activations of 0 the gradient to x is the activation's slope at 0 times the sum of a row of weights."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
     leaves = {"x": torch.zeros(3, 16, device=device, dtype=dtype)}
@@ -40,7 +40,7 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
-    # NaN is not below 0: the slope of relu there is 1.
+    # relu has slope 1 at NaN, which is not below 0.
     leaves["x"][0, 3] = math.nan
     got, expected = (
         results(
@@ -59,7 +59,7 @@ def test_slopes_at_zero(target, activation):
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
     """expert_mlp and expert_norms have their own backward kernels."""
     if target.compiles and activation in ("gelu", "silu"):
-        pytest.skip("their slope is continuous at 0, and test_expert_mlp.py compiles their backward kernel")
+        pytest.skip("slopes of gelu and silu are continuous at 0; test_expert_mlp.py tests these kernels")
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
@@ -75,7 +75,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
-    # NaN is not below 0: relu keeps it, with slope 1, so that the gradient to x is finite.
+    # relu keeps a NaN, which is not below 0, and has slope 1 there: its gradient to x is finite.
     broken = int(kept.argmax())
     leaves["x"][broken] = math.nan
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
@@ -90,7 +90,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
         return mk.expert_norms(x, w_in, w_out, b_out=bias, activation=activation, backend=target.backend)
 
     got = results(norms, leaves, torch.ones(plan.num_tokens, 5))
-    # The gradient of the norm is 1 in the first column and 0 in the others.
+    # An expert's output is b_out = (1, 0, ...): the gradient of its norm is 1 in the first column, 0 in the others.
     assert_equal_but_for_rounding(got["x"], torch.full((plan.num_tokens, 1), 5 * 16 * SLOPE_AT_0[activation]))
 
 
@@ -99,7 +99,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 def test_partial_tiles_on_every_axis(target, gathered, activation):
     """Rows of an expert, columns and terms of a sum each take several tiles, the last one partial."""
     if target.compiles and gathered == (activation == "gelu"):
-        pytest.skip("the other two cases have both activations, gathered and not")
+        pytest.skip("Triton compiles two cases: gelu without a gather, swiglu with it")
     dtype = finest(target)
     sizes = (170, 150, 140, 2) if target.interpreted else (601, 299, 282, 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,11 +109,11 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
-    """NaN on all sides of rows, weights, bias and gradient; most rows start at no multiple of 16 bytes."""
+    """rows, weights, bias and gradient have NaN on all sides; most widths are no multiple of 16 bytes."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
-        sizes = sizes[transposed::2]  # six kernels to compile for each
+        sizes = sizes[transposed::2]  # Triton compiles kernels for each size
     for din, dout in sizes:
         leaves = {
             "x": torch.randn(40, din, device=device).to(dtype),
@@ -148,7 +148,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 @pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
-    """One operand at a time has a start or a stride that rules out accesses of 16 bytes."""
+    """Results are the same if the start or a stride of one operand rules out accesses of 16 bytes."""
     if target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, device = finest(target), target.device
@@ -169,9 +169,13 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """all: padded rows of the gradient of y and of all operands but w_in and w_out; gradient: only of the gradient; far
-    apart: rows of x and the gradient; contiguous: biases that start at no multiple of 16 bytes; aligned gradient: on
-    CUDA (bfloat16) its rows start at such a multiple, but the second row of b_out (12 elements) does not."""
+    """Results are those of contiguous operands.
+
+    all: rows of x, weights, b_in, b_out and the gradient of y are padded. gradient: rows of the gradient are padded.
+    aligned gradient: rows of the gradient start at multiples of 16 bytes; on CUDA (bfloat16) the second row of b_out,
+    of 12 elements, does not. far apart: rows of x and the gradient are. contiguous: b_in and b_out are contiguous, but
+    start at no multiple of 16 bytes.
+    """
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
@@ -194,7 +198,6 @@ def test_operands_of_an_expert_mlp_that_are_views(target, moved):
 
 @pytest.mark.parametrize("apart", ["experts", "rows of an expert", "columns of an expert", "rows of x", "gradient"])
 def test_operands_far_apart(target, apart):
-    """Experts, rows or columns of weights, rows of x or of the gradient 2^30 elements apart."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
     # A gated activation reads two columns of an expert at a time.
@@ -219,7 +222,7 @@ def test_operands_far_apart(target, apart):
 
 
 def test_gradient_of_many_columns(target):
-    """More columns than a program handles at a time."""
+    """4200 columns take several programs in Triton, several passes of a block in CUDA."""
     dtype = finest(target)
     grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
     got = kernels(target.backend).activation_bwd(grad, pre, "relu")
@@ -247,7 +250,8 @@ def test_gathered_rows_far_apart(target):
 
 
 def test_the_search_for_an_expert_takes_several_rounds(target, monkeypatch):
-    """CUDA compares 32 offsets at a time, Triton MAX_BLOCK_E: with 70 experts the search takes several rounds."""
+    """A tile's expert is found in the offsets: by CUDA in rounds of 32 comparisons, by Triton by bisection from
+    E = MAX_BLOCK_E on. With 70 experts both take at least two rounds."""
     if target.backend == "triton":
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
@@ -274,7 +278,7 @@ def test_each_gradient_alone_is_the_same(target, activation):
             x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=target.backend
         )
 
-    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()  # not contiguous
+    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()
     together = results(call, leaves, grad)
     alone = each_alone(call, leaves, grad)
     assert all(torch.equal(each, together[name]) for name, each in alone.items())
@@ -296,7 +300,6 @@ def test_each_gradient_of_an_expert_mlp_alone_is_the_same(target, activation):
 
 
 def test_index_arrays_that_are_views(target):
-    """Offsets and tokens that are slices of longer arrays, or every second element of one."""
     dtype, device = finest(target), target.device
     offsets, token = offsets_of("zipf", 30, device), torch.randint(-1, 9, (30,), dtype=torch.int32, device=device)
     x, weight = torch.randn(9, 16, device=device).to(dtype), torch.randn(5, 16, 16, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""Triton's grouped GEMM: many tiles, tensor descriptors, and the choice of tiles by shape."""
+"""Triton's grouped GEMM: many tiles, tensor descriptors, the choice of tiles by shape, and autotuning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # 12 row tiles, more than the GROUP of them that shares a column tile, and three column tiles are launched.
+    # The first call launches 12 row tiles, more than the GROUP = 8 that share a column tile, by three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
@@ -54,7 +54,7 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
         monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     elif _grouped_configs.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
         pytest.skip("this GPU has no tensor descriptors in hardware")
-    # Partial tiles on all axes: columns, terms of the sum, rows of an expert and weights of an expert.
+    # On all axes tiles are partial.
     compiled = target.executed and not target.interpreted
     with triton_launch.capability(90) if compiled else contextlib.nullcontext():
         check(target, torch.bfloat16, "zipf", (48, 80, 96, 5), "swiglu", gathered)
@@ -63,7 +63,8 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
 
 
 def test_what_a_tensor_descriptor_cannot_describe_is_read_by_pointers(monkeypatch):
-    """Rows or experts at one address, rows that start at no multiple of 16 bytes, no elements, or float32."""
+    """A tensor has no descriptor if rows or experts are at one address, rows are not contiguous or do not all start at
+    multiples of 16 bytes, it is empty or its dtype is float32."""
     monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     x = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
     assert _grouped_configs._descriptor(x, [1, 16, 16]) is not x
@@ -107,8 +108,8 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
         for m, n, k, warps, stages in known:
             assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
-            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048  # bytes a block
-            assert m * columns <= 128 * 32 * warps  # 128 accumulators a thread leave as many registers for the rest
+            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048  # bytes per block
+            assert m * columns <= 128 * 32 * warps  # 128 accumulators per thread leave half of its registers
         assert not set(known) & set(_grouped_configs.TILES[kernel, which])
 
     def no_room(call, **options):

@@ -1,4 +1,4 @@
-"""harden: the best assignment against all permutations, and without scipy."""
+"""harden against a search over all permutations, and without scipy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_harden_is_the_best_assignment():
         for each, column in zip(soft.view(-1, n, n), columns.view(-1, n), strict=True):
             reached = {c: sum(each[i, c[i]].item() for i in range(n)) for c in itertools.permutations(range(n))}
             assert reached[tuple(column.tolist())] == pytest.approx(max(reached.values()))
-    assert mk.harden(torch.zeros(4, 4)).sort().values.tolist() == [0, 1, 2, 3]  # also if all are equal
+    assert mk.harden(torch.zeros(4, 4)).sort().values.tolist() == [0, 1, 2, 3]
     assert mk.harden(torch.randn(0, 3, 3)).shape == (0, 3)
     assert mk.harden(torch.randn(2, 0, 0)).shape == (2, 0)
     forbidden = torch.tensor([[1.0, -INF], [9.0, 5.0]])

@@ -1,4 +1,4 @@
-"""The number of modules that importing the package adds to torch's; times would depend on the machine."""
+"""The number of modules that importing the package adds to those of torch. The time would depend on the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.parametrize(("name", "most"), [("moe_kernels", 100), ("moe_kernels.nn", 150)])
 def test_an_import_adds_few_modules(name, most):
-    """torch._dynamo has 800 modules and takes 2.5 s; decorators of torch.compiler would import it."""
+    """torch._dynamo, which decorators of torch.compiler would import, has 900 modules and takes more than a second."""
     code = f"import sys, json, torch; before = set(sys.modules); import {name}; "
     code += "print(json.dumps(sorted(set(sys.modules) - before)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,7 +1,6 @@
-"""A small set of the kernels' tests on their sources: Triton's interpreter and the host executor of tests/simt.
+"""A few tests of kernels with TRITON_INTERPRET=1: sources run in Triton's interpreter and the executor of tests/simt.
 
-They find what compiled PTX does not show: Python errors in a kernel with the line, and uses of tensor descriptors,
-which sm_80 lacks. They run in another process, as a kernel is interpreted or not from its decoration on.
+They run in another process, since Triton reads TRITON_INTERPRET when it decorates a kernel.
 """
 
 from __future__ import annotations

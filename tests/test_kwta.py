@@ -1,4 +1,4 @@
-"""k-winner-take-all: values, ties, special values, gradients and errors, on every backend."""
+"""kwta (k-winner-take-all): values, ties, special values, gradients and errors, on every backend."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from inputs import far_apart, framed, padded, shifted
 
 import moe_kernels as mk
 from moe_kernels import backends, library
+from moe_kernels.verify import threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIES = ("index", "strict", "all")
@@ -37,22 +38,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def special(n: int) -> torch.Tensor:
-    """A row of NaN, infinities, both zeros, subnormals and ties."""
     pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 6e-8, 1.0, 1.0, -1.0, 65504.0])
     return pool[torch.randint(len(pool), (n,))]
 
 
 ROWS = {
-    "normal": torch.randn,  # in float32 nearly all values differ: the tie rules agree
-    "negative": lambda n: torch.randn(n) - 200,  # zeros read past the row would be the largest
-    "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
-    "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
-    "relu": lambda n: torch.randn(n).relu(),  # half the row is one value
-    "sorted": lambda n: torch.arange(n).float() - n / 2,  # a sampled mean is far off
-    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # an estimate by a normal distribution is far off
+    "normal": torch.randn,  # in float32 values rarely tie
+    "negative": lambda n: torch.randn(n) - 200,  # zeros read behind the row would be the largest
+    "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # many ties, also with the k-th largest element
+    "constant": lambda n: torch.full((n,), 0.3),  # 0 < k < n: "strict" keeps nothing, "all" everything
+    "relu": lambda n: torch.randn(n).relu(),  # about half the row is 0
+    "sorted": lambda n: torch.arange(n).float() - n / 2,  # the mean of the first elements is far off
+    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # the threshold of a normal distribution is far off
     "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
     "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
-    "subnormal": lambda n: torch.randn(n) * 1e-41,  # comparisons of floats would flush them to 0
+    "subnormal": lambda n: torch.randn(n) * 1e-41,  # a comparison that flushes subnormals would see 0
     "special": special,
     "all NaN": lambda n: torch.full((n,), NAN),
     "masked": lambda n: torch.randn(n).masked_fill(torch.rand(n) < 0.7, -INF),
@@ -64,14 +64,13 @@ def ks(n: int) -> list[int]:
 
 
 def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int]]:
-    """(n, k): all, or a few if GPU kernels run on CPU tensors. 33: one element more than a word of the packed mask; 64:
-    whole words, read as vectors."""
+    """(n, k) to test; few if GPU kernels run on CPU tensors. A word of the packed mask has 32 elements."""
     if not target.executed:
         return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
     if target.backend == "cuda":
         return [*found, (1, 1), (64, 21)]
-    # Triton compiles two kernels for each n: 1 and 64 occur once for every dtype and once for every rule.
+    # Triton compiles kernels for each n: n = 1 and n = 64 have one tie rule for each dtype, one dtype for each rule.
     return found + [[(1, 1)], [(64, 21)], []][(DTYPES.index(dtype) + TIES.index(ties)) % 3]
 
 
@@ -100,7 +99,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # GPUs hold aligned rows up to 32768 in registers and read longer ones again
+)  # GPU kernels hold aligned rows of up to 32768 elements in registers and read longer ones again
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -142,7 +141,7 @@ def test_any_row_on_the_cpu(row, data):
 def test_gradient_goes_to_winners_alone(target, dtype):
     x = torch.randint(-3, 4, (2, 3, 45)).to(dtype).to(target.device).requires_grad_()
     values = torch.randn_like(x).requires_grad_()
-    grad = torch.full_like(x, NAN)  # 0 * NaN would give NaN
+    grad = torch.full_like(x, NAN)  # a product with the mask would be NaN
     mask = mk.kwta_mask(x, 20, backend="reference")
     grad[mask] = torch.randn_like(grad)[mask]
     expected = torch.where(mask, grad, 0)
@@ -196,9 +195,9 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ties", TIES)
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
-    """NaN, the largest in kWTA's order, on all sides of x, values and gradient; then rows 2^30 elements apart."""
+    """x, values and gradient have NaN (which kwta ranks highest) on all sides; then rows are 2^30 elements apart."""
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
-    if target.executed:  # reads do not depend on ties, and each rule is two more kernels to compile
+    if target.executed:  # reads do not depend on the tie rule: each rule has some of the shapes
         shapes = shapes[TIES.index(ties) :: 3]
     for n, k in shapes:
         x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
@@ -214,7 +213,7 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """One tensor at a time has a start or a stride that rules out accesses of 16 bytes."""
+    """The start or the stride of one of x, values and gradient rules out accesses of 16 bytes."""
     x, values, grad = (torch.randn(5, 64, device=target.device) for _ in range(3))
     mask = mk.kwta_mask(x, 30, backend="reference")
     for moved in range(3):
@@ -232,7 +231,7 @@ def test_values_that_begin_where_x_begins(target):
 
 
 def test_mask_of_rows_that_start_half_a_vector_apart(target):
-    """Four elements of the bool mask are one 32-bit word, but 16 bytes of a 16-bit x are eight elements."""
+    """CUDA writes a bool mask four elements at a time, but reads a 16-bit x eight elements at a time."""
     x = torch.randn(5, 68, device=target.device).bfloat16()
     for view in (x[:, :64], x.flatten()[4:324].view(5, 64)):
         mask = mk.kwta_mask(view, 30, backend=target.backend)
@@ -262,14 +261,10 @@ def test_more_than_two_to_the_31_elements():
 
 def test_results_do_not_depend_on_threads():
     x = torch.randn(100, 777)
-    one = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(mk.kwta(x, 99, backend="cpu"))
-    finally:
-        torch.set_num_threads(one)
     assert all(torch.equal(results[0], other) for other in results)
 
 
@@ -338,9 +333,9 @@ def test_bits_of_another_shape_or_dtype_are_refused():
 
 
 def test_a_row_longer_than_a_grid_covers_at_once(target):
-    """At most 1024 blocks of 8192 elements share a row in backward; here each handles two or three parts."""
+    """The backward launches at most 1024 blocks for a row, of 8192 elements at a time: here each takes two parts."""
     if target.backend != "cuda":
-        pytest.skip("a launch grid of CUDA")
+        pytest.skip("only the CUDA kernel limits the number of blocks")
     n = 2**24 + 1
     grad = torch.ones(1, n + 1, dtype=torch.bfloat16, device=target.device)[:, 1:]
     bits = torch.full((1, -(-n // 32)), 0x55555555, dtype=torch.int32, device=target.device)
@@ -349,9 +344,9 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
     assert not dx[0, 1::2].any()
 
 
-@pytest.mark.parametrize("ties", ["index", "strict", "all"])
+@pytest.mark.parametrize("ties", TIES)
 def test_none_and_all_win_rows_of_one_sign(target, ties):
-    # In 16 bits the keys that order a row depend on the sign of its threshold. k = 0 and k = n have no threshold.
+    # With k = 0 and k = n no threshold separates winners from losers.
     x = torch.randn(3, 33).abs()
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):

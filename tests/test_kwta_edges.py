@@ -1,5 +1,4 @@
-"""Rows of k-winner-take-all that start or end inside a 16-byte vector of memory: winners, the order of ties, and that
-nothing beside a row is read or written, also at the ends of a tensor."""
+"""kwta (k-winner-take-all) of rows that start or end inside a 16-byte vector: winners, ties and neighbouring rows."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from test_kwta import DTYPES, TIES, same_bits, special
 
 import moe_kernels as mk
 
-ROWS = 9  # if they are of odd length, rows start at each offset in a vector
-# Sizes around multiples of 4 and 8 elements (a vector) and of 32 (a word of bits).
+ROWS = 9  # rows of odd length start at every offset in a vector
+# Around multiples of 4 and 8 elements (a 16-byte vector of 32 or 16 bits) and of 32 (a word of the packed mask).
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
@@ -24,7 +23,7 @@ def rows_of(n: int) -> torch.Tensor:
 
 
 def placed(x: torch.Tensor, offset: int, gap: int) -> torch.Tensor:
-    """x with its first row `offset` elements behind the start of its memory and `gap` NaN between rows."""
+    """x with its first row `offset` elements behind the start of its memory, and `gap` NaN behind each row."""
     stride = x.shape[1] + gap
     memory = x.new_full((offset + len(x) * stride,), math.nan)
     view = memory.as_strided(x.shape, (stride, 1), offset)
@@ -56,15 +55,15 @@ PLACES = {  # (offset, gap) of x, of values and of the gradient
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
-        pytest.skip("float16 has its vectors in common with bfloat16: one place and the short rows are enough")
+        pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
     if target.compiles:
         if dtype == torch.float16:
-            pytest.skip("Triton's code for float16 is that for bfloat16, but for constants that test_kwta.py covers")
-        # Triton compiles anew for another alignment of the start: each place has half of the sizes. CUDA has all.
+            pytest.skip("Triton's code for float16 differs from bfloat16's in constants, which test_kwta.py covers")
+        # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # Sizes in `ruled` have the tie rule TIES[n % 3], the others "index". In Triton another rule than "index" is a
-        # further kernel to compile, slowest in 16 bits.
+        # Sizes in `ruled` have the tie rule TIES[n % 3], the others "index". Triton compiles a kernel for each rule,
+        # which takes longest in 16 bits.
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
@@ -78,11 +77,11 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
-    """The first k of equal elements win: those of the row's head, then of its vectors, then of its tail."""
+    """Of equal elements the first k win: those before the first whole vector, in whole vectors, behind the last one."""
     if target.compiles and dtype == torch.float16 and n != 45:
-        pytest.skip("Triton's code for float16 is that for bfloat16, but for its constants")
+        pytest.skip("Triton's code for float16 differs from bfloat16's only in constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
-    x[1::2, n // 2] = 0.25  # and one smaller element
+    x[1::2, n // 2] = 0.25
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
         expected = torch.zeros(ROWS, n, dtype=torch.bool, device=target.device)
         expected[:, :k] = True
@@ -96,7 +95,7 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [300, 20001])
 def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
-    """A row with a NaN takes another code path, and must not affect its neighbours."""
+    """Kernels may treat a row with a NaN in another way. Its neighbours must not change."""
     x = torch.randn(5, n).to(dtype).to(target.device)
     x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
     for k in (1, n // 2):

@@ -1,5 +1,5 @@
-"""Launches of CUDA kernels: an error does not outlast its launch, the limit of shared memory is the device's, and other
-Python threads run during a launch. A fake runtime fails on request."""
+"""Launches of CUDA kernels: the next launch does not report an error again, the limit of shared memory is the device's,
+and other Python threads run during a launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import python_ref.sinkhorn as sinkhorn_reference
 import python_ref.tree_gate as tree_reference
 
 ROOT = Path(__file__).parent.parent
-SM_86 = 99 * 1024  # bytes of shared memory that a block may have
+SM_86 = 99 * 1024  # bytes of shared memory that a block may have on sm_86
 
 PROBE = """
 #include "moe/launch.cuh"
@@ -30,8 +30,8 @@ extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }
 """
 
-# All functions that nvcc's host code calls; the last error is kept as in the real runtime. Attribute 97 of a device is
-# the shared memory that a block may opt in to.
+# A CUDA runtime with all functions that nvcc's host code calls. Like the real one, it keeps the last error. Device
+# attribute 97 is the shared memory that a block may opt in to.
 RUNTIME = """
 #include <cstddef>
 struct Dim3 { unsigned x, y, z; };
@@ -59,20 +59,10 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) { *value = attribute 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """moe/launch.cuh compiled by nvcc and linked with the fake runtime."""
     nvcc, folder = nvcc_or_skip(), tmp_path_factory.mktemp("launch")
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)
-    options = [
-        "-std=c++17",
-        "-arch=sm_80",
-        f"-I{ROOT}/csrc/include",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-cudart",
-        "none",
-    ]
+    options = ["-std=c++17", "-arch=sm_80", f"-I{ROOT}/csrc/include", "-shared", "-Xcompiler=-fPIC", "-cudart=none"]
     sources = [str(folder / name) for name in ("probe.cu", "runtime.cpp")]
     subprocess.run([nvcc, *options, *sources, "-o", str(folder / "probe.so")], check=True)
     library = ctypes.CDLL(str(folder / "probe.so"))
@@ -111,7 +101,7 @@ needs_the_executor = pytest.mark.skipif(NO_NVCC is not None, reason=f"PTX: {NO_N
 @pytest.mark.parametrize("n", [577, 1024])
 def test_sinkhorn_fits_99_kb(n):
     scores = torch.randn(n, n)
-    scores[0, 0] = -torch.inf  # for -inf the kernel computes with logarithms
+    scores[0, 0] = -torch.inf  # with -inf the kernel computes in logarithms
     with cuda_launch.use(), cuda_launch.device(SM_86, minor=6):
         got = mk.sinkhorn(scores, 1, backend="cuda")
     torch.testing.assert_close(got, sinkhorn_reference.sinkhorn(scores, 1), rtol=1e-5, atol=1e-7)
@@ -135,7 +125,7 @@ def test_tree_gate_fits_99_kb(num_experts):
 
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
-    """module.cpp with one launcher, which waits 0.3 s, as if the queue of the GPU were full."""
+    """Compiles module.cpp with a single launcher, which sleeps 0.3 s like a launch into a full queue."""
     kit = simt.builder.toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)

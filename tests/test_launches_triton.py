@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,22 +12,22 @@ import torch
 from conftest import INTERPRET
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.skipif(INTERPRET, reason="a kernel that was decorated for the interpreter is not compiled")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="Triton's interpreter compiles no kernel")
 
 STEPS = 300
 
 
-def launches(case: Callable[..., None], *sizes: int) -> list[dict[str, Any]]:
-    """The recorded launches of a function of this file."""
+def launches(case: Callable[[], None]) -> list[dict[str, Any]]:
+    """The launches of Triton kernels that case() makes; none of them runs."""
     from triton_launches import recorded
 
     with recorded() as found:
-        case(*sizes)
+        case()
     return found
 
 
 def each_kernel() -> None:
-    """Calls nearly all launchers, in dtypes for which they use their usual kernels."""
+    """Calls nearly all functions that launch Triton kernels."""
     from moe_kernels.backends.triton import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate
 
     tokens, k, num_experts, dim = 32, 2, 8, 64
@@ -60,7 +61,7 @@ def each_kernel() -> None:
 
 
 def test_no_kernel_leaves_contraction_to_the_compiler():
-    # If a product is fused into the first step of a butterfly sum, lanes get different results.
+    # With a product fused into the first step of a butterfly sum, lanes would get different results.
     found = launches(each_kernel)
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
@@ -78,7 +79,7 @@ def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
     found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
-    # One warp ranks a tile: with several warps each would repeat all of it.
+    # With several warps each would repeat the whole tile of requests.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
 
 
@@ -98,11 +99,11 @@ def test_grids_of_many_experts_stay_within_their_limits():
     for each in found:
         assert each["grid"][0] < 2**31
         assert all(size < 65536 for size in each["grid"][1:]), each
-    assert "131072" not in found[0]["key"], "a block of all experts: 89 s in the compiler"
+    assert "131072" not in found[0]["key"], "BLOCK_E holds all experts: compilation takes more than a minute"
 
 
 def iterations() -> None:
-    """Sinkhorn with few and many iterations, in every form of the kernel."""
+    """Sinkhorn with few and many iterations: n = 4 in registers, n = 70 read again in each iteration."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):
@@ -120,13 +121,13 @@ def test_sinkhorn_compiles_once_for_any_number_of_iterations():
     assert max(compiled) < len(found) // 3
 
 
-def steps(count: int) -> None:
-    """Training steps of a gate and experts with another number of tokens in each step."""
+def steps() -> None:
+    """Training steps of a gate and experts, each with a random number of tokens."""
     from moe_kernels.backends.triton import combine, grouped_gemm, plan, topk_gate
 
     num_experts, k, dim, hidden = 16, 2, 64, 128
     w_in, w_out = torch.randn(num_experts, dim, hidden).bfloat16(), torch.randn(num_experts, hidden, dim).bfloat16()
-    for _ in range(count):
+    for _ in range(STEPS):
         tokens = int(torch.randint(1000, 2000, ()))
         x, y = torch.randn(2, tokens, dim).bfloat16()
         weights, _ = topk_gate.topk_gate_fwd(torch.randn(tokens, num_experts), k, "topk_softmax")
@@ -143,41 +144,40 @@ def steps(count: int) -> None:
         topk_gate.topk_gate_bwd(torch.rand(tokens, k), weights, experts, None, num_experts, torch.float32)
 
 
-def policies(count: int) -> None:
-    """Plans by scores with another number of tokens in each step; the scores of an expert are a row of kWTA."""
+def policies() -> None:
+    """Expert choice, which runs kwta, and priority routing, with a random number of tokens in each step."""
     from moe_kernels.backends.triton import plan
 
-    for _ in range(count):
+    for _ in range(STEPS):
         tokens = int(torch.randint(1, 3000, ()))
         plan.plan_expert_choice_fwd(torch.rand(tokens, 16), tokens // 16 + 1)
         plan.plan_priority_fwd(torch.rand(tokens, 16), tokens // 8 + 1)
 
 
-def layers(bits: int, low: int, high: int) -> None:
-    """Training steps of a whole layer of experts with another number of tokens in each step."""
+def layers(dtype: torch.dtype) -> None:
+    """Training steps of a layer of experts, each with a random number of tokens."""
     import moe_kernels as mk
     from moe_kernels.nn import ExpertMLP, MoE, TopKGate
 
-    dtype = torch.float32 if bits == 32 else torch.bfloat16
     layer = MoE(TopKGate(32, 8, 2), ExpertMLP(8, 32, 32, activation="swiglu")).to(dtype)
-    # No kernel runs, so outputs must start as zeros to be valid experts and rows.
+    # No kernel runs. Outputs start as zeros, which are valid indices of experts and rows.
     with patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros), mk.use_backend("triton"):
         for _ in range(STEPS):
-            x = torch.randn(int(torch.randint(low, high, ())), 32, dtype=dtype, requires_grad=True)
+            x = torch.randn(int(torch.randint(1, 1500, ())), 32, dtype=dtype, requires_grad=True)
             layer(x).y.sum().backward()
 
 
 CASES = {
-    "steps": (steps, STEPS),
-    "policies": (policies, STEPS),
-    "float32 layers": (layers, 32, 1, 1500),
-    "bfloat16 layers": (layers, 16, 1, 1500),
+    "steps": steps,
+    "policies": policies,
+    "float32 layers": partial(layers, torch.float32),
+    "bfloat16 layers": partial(layers, torch.bfloat16),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_random_sizes_compile_no_more_after_the_first_steps(case):
-    found = launches(*CASES[case])
+    found = launches(CASES[case])
     per_step = len(found) // STEPS
     compiled = [index // per_step for index, each in enumerate(found) if each["compiles"]]
     assert len(compiled) <= 12, len(compiled)

@@ -36,7 +36,7 @@ def test_the_papers_schedule():
 def test_a_step_of_stage_one_by_hand():
     search = LocalSearch(5, 10, zeta=0.1)
     with torch.no_grad():
-        search.scores.mul_(0.02)  # makes the permutation soft
+        search.scores.mul_(0.02)  # then Sinkhorn's result is far from a permutation
     gates = torch.rand(3, 2, 5).softmax(-1)
     permuted, regulariser = search(gates)
     soft = sinkhorn_loop(search.scores.detach()[0], 33, 10**-3.4)
@@ -116,7 +116,7 @@ def test_each_permutation_has_its_distance():
         search.scores[0], search.scores[1] = torch.eye(4), 0
     search.permutation(), search.permutation()
     torch.testing.assert_close(search.distance.detach(), torch.tensor([0.0, 0.75]))
-    search = LocalSearch(4, 1)  # stage one has no step, so no soft permutation
+    search = LocalSearch(4, 1)  # stage one has no step
     assert search.permutation() is None
     assert search.distance.isnan().all()
 
@@ -144,11 +144,11 @@ def test_noise_moves_the_scores_in_stage_one_alone(schedule):
     assert search.scores.grad is not None
     search.permutation()
     drawn = torch.get_rng_state()
-    search.eval().permutation(), search.train().permutation()  # both are hard and draw no noise
+    search.eval().permutation(), search.train().permutation()  # the hard permutation draws no noise
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.parametrize("taken", [0, 3, 6, 9])  # before, in stage one, at the switch, after
+@pytest.mark.parametrize("taken", [0, 3, 6, 9])  # before stage one, in it, at its end, after it
 def test_state_survives_a_round_trip(taken):
     gates = torch.rand(4, 5).softmax(-1)
     search = LocalSearch(5, 6)
@@ -168,7 +168,8 @@ def test_state_survives_a_round_trip(taken):
 
 
 def test_a_compiled_search_hardens_what_was_learned_or_loaded():
-    """Compiled code cannot read versions of tensors: `eval()` and loading a state dict note that `assigned` changed."""
+    """Compiled code cannot read versions of tensors, so `eval()` and loading a state dict record whether the
+    hard permutation is out of date."""
     torch._dynamo.reset()
     gates, search, other = torch.rand(4, 5).softmax(-1), LocalSearch(5, 6), LocalSearch(5, 6).eval()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Balancing losses: the papers' numbers by hand, limits, gradients."""
+"""Losses of nn.losses: values by hand, limits, dtypes, gradients, empty batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_kernels.nn.losses import balance_loss, cv_squared, importance_loss, loa
 
 
 def test_cv_squared():
-    assert cv_squared(torch.tensor([1.0, 3.0])) == 0.25  # variance 1 (of the population), mean 2
+    assert cv_squared(torch.tensor([1.0, 3.0])) == 0.25  # population variance 1, mean 2
     assert cv_squared(torch.ones(5)) == 0
     assert cv_squared(torch.tensor([0.0, 0, 0, 8])) == 3
 
@@ -27,7 +27,7 @@ def test_importance_is_of_column_sums():
 
 def test_load_is_the_probability_of_being_chosen():
     logits, noisy, sigma = [[1.0, 0.5, -0.2], [0.3, 0.1, 0.2]], [[0.9, 0.8, -0.1], [0.0, 0.4, 0.3]], 1 / 3
-    threshold = [0.8, 0.3]  # the second largest
+    threshold = [0.8, 0.3]  # the second largest of each row of `noisy`
     chance = [[1 - NormalDist().cdf((t - z) / sigma) for z in row] for t, row in zip(threshold, logits, strict=True)]
     load = [(a + b) / 2 for a, b in zip(*chance, strict=True)]
     mean = sum(load) / 3
@@ -51,7 +51,7 @@ def test_balance_is_switch_and_gshard():
 
 
 def test_half_precision_is_summed_in_float32():
-    """Every loss of bfloat16 inputs equals that of the same numbers in float32."""
+    """A loss of bfloat16 inputs equals the loss of the same numbers in float32."""
     draws = torch.Generator().manual_seed(0)
     probs, logits, noisy = (torch.randn(500, 4, generator=draws).bfloat16() for _ in range(3))
     probs, experts = probs.softmax(-1), torch.randint(4, (500, 2), generator=draws)
@@ -76,7 +76,7 @@ def test_half_precision_is_summed_in_float32():
 
 def test_an_expert_that_no_image_uses_does_not_vary():
     images = torch.tensor([[[2.0, 0.0]], [[4.0, 0.0]]])
-    assert nn.batch_variation(images).item() == pytest.approx(1 / 3 / 2)  # variance 1, mean 3; then 0
+    assert nn.batch_variation(images).item() == pytest.approx(1 / 3 / 2)  # variance 1, mean 3; 0 for expert 1
     assert nn.batch_variation(images, eps=1.0).item() == pytest.approx(1 / 4 / 2)
 
 
@@ -90,7 +90,7 @@ def test_gradients_in_float64():
 
 
 def test_nothing_costs_nothing():
-    """Losses are 0 for T = 0, and for an importance of zeros, as all experts are equal."""
+    """Losses of empty batches are 0. cv_squared of zeros, which are all equal, is 0 with gradient 0."""
     empty, none = torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int32)
     routed = (empty[:, :2], none)
     for loss in (

@@ -1,9 +1,9 @@
-"""Machine code of the CUDA kernels, as nvcc makes it for sm_80 and sm_90: it compiles without a warning, nothing spills
-to local memory, registers, shared memory and the instructions of the longest inner loop stay within
-machine_code_cuda.json, and the instructions that a kernel's speed rests on are there.
+"""Machine code of the CUDA kernels for sm_80 and sm_90. They compile without a warning, and no register spills to local
+memory. The code has the instructions on which a kernel's speed depends. Registers, shared memory and the instructions
+of the longest inner loop are at most those of machine_code_cuda.json.
 
-The table has the digest of each source's PTX. The same PTX makes the same machine code, so ptxas runs only on PTX with
-a new digest. For all kernels it takes 100 s.
+The table has a digest of each source's PTX. The same PTX gives the same machine code, so ptxas runs only on PTX with a
+new digest. It takes 100 s for all kernels.
 
 After a change of kernels, or of this file:  python tests/test_machine_code_cuda.py --update
 """
@@ -34,18 +34,18 @@ MISSING = KIT.no_nvcc or KIT.no_cuobjdump
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"machine code: {MISSING}"),
-    pytest.mark.timeout(900),  # it compiles every kernel
+    pytest.mark.timeout(900),  # ptxas may have to compile every kernel
 ]
 
-# Kernels whose name matches, and what their code must hold.
+# Pattern of kernel names -> patterns of instructions that the code of these kernels must have.
 INSTRUCTIONS = {
     r"kwta_(warp|block|bwd)_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
     r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
-    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # flags of the edges
+    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # packs the winners before and behind whole vectors
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
-    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic a warp and expert, not one a request
+    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic per warp and expert, not per request
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
@@ -63,7 +63,7 @@ INSTRUCTIONS = {
     r"tree_route_kernel<.*, uint4>": [r"LDG\.E\.128", r"SHFL\.BFLY", r"FFMA"],
 }
 
-Codes = dict[str, dict[str, Any]]  # by kernel
+Codes = dict[str, dict[str, Any]]  # by name of the kernel
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def nvcc_version() -> str:
 
 
 def ptx_of(source: Path) -> Path:
-    """The PTX that tests/ptx executes. setup.py's build compiles the same sources for both architectures."""
+    """The PTX of a .cu file for sm_80, which tests/ptx executes."""
     return cuda_launch.build(source.relative_to(ROOT)).with_suffix(".ptx")
 
 
@@ -127,13 +127,13 @@ def kernels(source: Path, architecture: str) -> Codes:
 
 
 def table() -> dict[str, Any]:
-    """By source the digest of its PTX, and by architecture and kernel registers, bytes of shared memory, and
-    instructions of the longest inner loop."""
+    """The version of nvcc. By source: a digest of its PTX and, by architecture and kernel, registers, bytes of shared
+    memory and instructions of the longest inner loop."""
     return json.loads(TABLE.read_text())
 
 
 def origin(source: Path) -> str:
-    """A digest of the PTX, the compiler's version and the files that read the machine code."""
+    """A digest of the PTX, nvcc's version and the files that read the machine code."""
     readers = (Path(__file__).read_text(), Path(sass.__file__).read_text())
     return build.digest(nvcc_version(), *readers, code_of(ptx_of(source).read_text()))
 
@@ -143,14 +143,14 @@ def row(each: dict[str, Any]) -> list[int]:
 
 
 def check(source: Path, architecture: str) -> None:
-    """Checks spills, shared memory and instructions of all kernels of a source, which need no table."""
+    """Checks spills, shared memory and required instructions of all kernels of a source."""
     most = re.search(r"kStaticSharedBytes = (\d+) \* 1024", (ROOT / "csrc/include/moe/launch.cuh").read_text())
     assert most is not None
     for name, each in kernels(source, architecture).items():
         codes = each["codes"]
         assert each["stack"] + each["local"] == 0, f"{name} spills: {each}"
         assert not any(code.startswith(("LDL", "STL")) for code in codes), name
-        # launch.cuh opts in for dynamic shared memory from 48 KiB - kStaticSharedBytes on.
+        # launch.cuh opts in for dynamic shared memory above 48 KiB - kStaticSharedBytes.
         assert each["shared"] <= int(most[1]) * 1024, f"{name}: {each}"
         for pattern, wanted in INSTRUCTIONS.items():
             for instruction in wanted if re.fullmatch(pattern, name) else ():
@@ -168,13 +168,13 @@ def test_machine_code(source: Path, architecture: str) -> None:
         pytest.skip(f"the table was made with nvcc {table()['nvcc']}, this is {nvcc_version()}")
     update = "python tests/test_machine_code_cuda.py --update"
     got, allowed = kernels(source, architecture), expected[architecture]
-    assert sorted(got) == sorted(allowed), f"kernels came or went: {update}"
+    assert sorted(got) == sorted(allowed), f"kernels differ from those of the table: {update}"
     over = {
         name: f"{row(each)} allowed {allowed[name]}"
         for name, each in got.items()
         if any(have > may for have, may in zip(row(each), allowed[name], strict=True))
     }
-    assert not over, f"registers, shared bytes, longest inner loop: {over}; if that is meant: {update}"
+    assert not over, f"registers, shared bytes, longest inner loop: {over}; to accept them: {update}"
 
 
 def test_the_table_is_of_these_sources_and_every_pattern_is_of_a_kernel() -> None:
@@ -186,7 +186,7 @@ def test_the_table_is_of_these_sources_and_every_pattern_is_of_a_kernel() -> Non
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
 def test_nothing_is_warned_of(source: Path) -> None:
-    """Checks the compilation to PTX; all other steps of the build stop at a warning."""
+    """nvcc's warnings when it compiles a source to PTX."""
     assert ptx_of(source).with_suffix(".warnings").read_text() == ""
 
 

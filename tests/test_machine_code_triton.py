@@ -1,9 +1,9 @@
-"""Machine code of the Triton kernels for sm_80 and sm_90, as the calls of triton_calls.py launch them: nothing spills,
-registers, shared memory and the instructions of the longest inner loop stay within machine_code_triton.json, and the
-instructions that a kernel's speed rests on are there.
+"""Machine code of the Triton kernels for sm_80 and sm_90, as the calls of triton_calls.py launch them. Only kernels in
+SPILLED and KNOWN spill registers. The code has the instructions on which a kernel's speed depends. Registers, shared
+memory and the instructions of the longest inner loop are at most those of machine_code_triton.json.
 
 Each row of the table has a digest of the kernel's source and specialisation. The same digest means the same machine
-code, so only launches with a new digest are compiled. To compile all of them takes 120 s.
+code, so only launches with a new digest are compiled. All of them take 120 s.
 
 After a change of kernels, or of ahead_of_time.py's READERS:  python tests/test_machine_code_triton.py --update
 """
@@ -25,10 +25,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 TABLE = Path(__file__).with_name("machine_code_triton.json")
 CAPABILITIES = (80, 90)
 COLUMNS = ("registers", "shared", "loop", "origin")
-SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}  # bytes a block: sm_86, which runs the same code, and sm_90
+SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}  # bytes per block. 80: of sm_86, which runs the same code
 
-# By pattern of kernel, dtype and call: instructions that the code must have. Rows of EVEN elements are multiples of 16
-# bytes.
+# Pattern of kernel, dtype and call -> patterns of instructions that the code must have. Rows of EVEN elements are
+# multiples of 16 bytes.
 EVEN = r"(512|4096|16384)"
 INSTRUCTIONS = {
     r"kwta_fwd.*": [r"LDG\.E"],
@@ -45,13 +45,13 @@ INSTRUCTIONS = {
     r"tree_gate_fused .*": [r"HG?MMA", r"LDGSTS\.E\.BYPASS\.128", r"BAR\.SYNC", r"MUFU\.EX2"],
 }
 
-# Instructions that the code must not have: these rows are read 16 bytes at a time, whichever elements win.
+# As INSTRUCTIONS, but the code must not have them: winners and losers are read 16 bytes at a time.
 UNWANTED = {
     rf"kwta_fwd_packed .* N={EVEN} .*": [r"LDG\.E\.U16"],
     rf"kwta_fwd float32: .* N={EVEN} .*": [r"LDG\.E$"],
 }
 
-# The inner loops of the products in 16 bits: cp.async and mma.sync, or descriptors (TMA) and wgmma.
+# As INSTRUCTIONS, by architecture, for products in 16 bits: cp.async and mma.sync, or descriptors (TMA) and wgmma.
 SIXTEEN = r"b?float16: (?!.*=(50|70) ).*"
 PRODUCTS = {
     80: {rf"(grouped_gemm|expert_mlp)_\w+ {SIXTEEN}": [r"HMMA\.16816", r"LDGSTS.*\.128", r"LDSM"]},
@@ -61,8 +61,8 @@ PRODUCTS = {
     },
 }
 
-# Most bytes that may spill under another version of Triton than the table's. ptxas 12.8 spills one or two registers to
-# fit one more block on a multiprocessor. They are read again outside of the inner loops.
+# Most bytes that may spill under another version of Triton than the table's, besides KNOWN. ptxas 12.8 spills one or
+# two registers to fit one more block on a multiprocessor, and reads them again outside of the inner loops.
 SPILLED = {
     r"resident_fwd bfloat16: .* n=16 .*": 8,
     r"streamed_fwd .* n=1024 .*": 8,
@@ -71,8 +71,8 @@ SPILLED = {
 }
 
 
-# Most bytes that may spill under the table's version of Triton; other kernels may not spill. Contraction of products
-# into sums is off, since it made replicas of one element differ, and these kernels need more registers without it.
+# Most bytes that may spill under any version of Triton. Contraction of products into sums is off, since replicas of one
+# element would differ with it. Without contraction these kernels need more registers.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,
@@ -97,7 +97,7 @@ def measured(capability: int, known: list[str]) -> dict[str, dict]:
 
 
 def check(got: dict[str, dict], capability: int) -> dict[str, int]:
-    """Checks spills, shared memory and instructions, which need no table. Returns the bytes of launches that spill."""
+    """Checks spills, shared memory and instructions. Returns the spilled bytes of the launches that spill."""
     spilled = {name: each["spilled"] for name, each in got.items() if each["spilled"]}
     for name, size in spilled.items():
         allowed = [most for pattern, most in (SPILLED | KNOWN).items() if re.fullmatch(pattern, name)]
@@ -120,21 +120,21 @@ def test_every_launch(capability):
     rows, update = table[str(capability)], "python tests/test_machine_code_triton.py --update"
     got = measured(capability, [origin for *_, origin in rows.values()])
     for pattern in (*INSTRUCTIONS, *PRODUCTS[capability], *UNWANTED):
-        assert any(re.fullmatch(pattern, name) for name in got), f"no launch is a {pattern}"
+        assert any(re.fullmatch(pattern, name) for name in got), f"no launch matches {pattern}"
     changed = {name: each for name, each in got.items() if each["origin"] != rows.get(name, [None])[-1]}
-    # An origin that is known from another row was not compiled.
+    # If another row has the origin of a changed row, the launch was not compiled and has no "loop".
     assert not [name for name, each in changed.items() if "loop" not in each], f"rows were renamed: {update}"
     spilled = check(changed, capability)
     if table["triton"] != triton.__version__:
         pytest.skip(f"the register table was made with Triton {table['triton']}, this is {triton.__version__}")
     assert not [name for name in spilled if not any(re.fullmatch(pattern, name) for pattern in KNOWN)]
-    assert sorted(got) == sorted(rows), f"launches came or went: {update}"
+    assert sorted(got) == sorted(rows), f"launches differ from those of the table: {update}"
     over = {
         name: f"{row(each)} allowed {rows[name]}"
         for name, each in changed.items()
         if any(have > may for have, may in zip(row(each)[:3], rows[name][:3], strict=True))
     }
-    assert not over, f"{', '.join(COLUMNS)}: {over}; if that is meant: {update}"
+    assert not over, f"{', '.join(COLUMNS)}: {over}; to accept them: {update}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The layer of experts against loops over tokens and experts in float64, under every policy and the papers' options."""
+"""MoE and MultiGateMoE against sums over all experts: policies, dropout, shared experts, permutations, errors."""
 
 from __future__ import annotations
 
@@ -13,54 +13,33 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels.nn import (
-    ExpertLayer,
-    ExpertMLP,
-    LocalSearch,
-    MoE,
-    MultiGateMoE,
-    SoftmaxGate,
-    TopKGate,
-    TreeGate,
-)
+from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate, TreeGate
 from moe_kernels.nn.gates import GateOutput, HashGate, PermutedGate
 from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice, nonzero_choices
 
 T, D, H, E = 12, 6, 5, 4
 
 
-def double(module):
-    return module.double()
-
-
 def outputs(experts, x):
-    """Outputs (T, E, Dout) of every expert for every token, by loops."""
-    every = []
-    for e in range(E):
-        if isinstance(experts, ExpertLayer):
-            y = F.relu(x @ experts.weight[e] + experts.bias[e])
-        else:
-            y = F.gelu(x @ experts.w_in[e] + experts.b_in[e]) @ experts.w_out[e] + experts.b_out[e]
-        every.append(y)
-    return torch.stack(every, 1)
+    """Outputs (T, E, Dout) of every expert for every token."""
+    if isinstance(experts, ExpertLayer):
+        return F.relu(torch.einsum("td,edh->teh", x, experts.weight) + experts.bias)
+    hidden = F.gelu(torch.einsum("td,edh->teh", x, experts.w_in) + experts.b_in)
+    return torch.einsum("teh,ehd->ted", hidden, experts.w_out) + experts.b_out
 
 
 @pytest.mark.parametrize("experts", [ExpertMLP(E, D, H).double(), ExpertLayer(E, D, H).double()], ids=["mlp", "layer"])
 def test_a_layer_is_the_weighted_sum_of_its_experts(experts):
     torch.manual_seed(0)
     x = torch.randn(3, T // 3, D, dtype=torch.float64, requires_grad=True)
-    layer = double(MoE(TopKGate(D, E, 2), experts))
+    layer = MoE(TopKGate(D, E, 2), experts).double()
     out = layer(x)
     gates = layer.gate(x.reshape(T, D)).gates
     expected = (gates[..., None] * outputs(experts, x.reshape(T, D))).sum(1).reshape(3, T // 3, -1)
     torch.testing.assert_close(out.y, expected)
     inputs = [x, *layer.parameters()]
-    for got, want in zip(
-        torch.autograd.grad(out.y.square().sum(), inputs),
-        torch.autograd.grad(expected.square().sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (out.y, expected)]
+    torch.testing.assert_close(*grads)
     assert out.statistics["experts_per_token"] == 2
     torch.testing.assert_close(out.statistics["load"] * T, out.plan.requested.float())
 
@@ -99,7 +78,7 @@ def test_priorities_of_paper_003(priority, kept):
 @pytest.mark.parametrize("priority", [None, "max"])
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_groups_compete_for_capacity_one_after_the_other(priority, order):
-    """Two groups of 5 tokens and one of 2: the result for a group is that of its tokens alone."""
+    """The result for a group (two have 5 tokens, the last has 2) is that of its tokens alone."""
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
@@ -117,7 +96,7 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 8])
 def test_fewer_tokens_than_a_group_have_the_capacity_of_a_whole_group(tokens):
-    gate = GateOutput(torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), 2)  # all choose expert 0
+    gate = GateOutput(torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), 2)
     plan, _ = TokenChoice(1.0, group=8)(gate, True)  # ceil(8 / 2) = 4 rows
     assert plan.kept.tolist() == [min(tokens, 4), 0]
 
@@ -156,7 +135,7 @@ def test_experts_choose_the_nearest_whole_number_of_tokens(tokens, policy, taken
 
 def test_experts_choose():
     torch.manual_seed(0)
-    layer = double(MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), ExpertChoice(1.0)))
+    layer = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), ExpertChoice(1.0)).double()
     x = torch.randn(T, D, dtype=torch.float64)
     out, gates = layer(x), layer.gate(x).gates
     taken = torch.zeros_like(gates).scatter_(0, gates.topk(T // E, dim=0).indices, 1)
@@ -178,7 +157,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     experts = ExpertMLP(E, D, H)
     layer = MoE(SoftmaxGate(D, E), experts, expert_dropout=0.5)
     x = torch.randn(40, 2, D)
-    x[:, 1] = x[:, 0]  # both tokens of a sample are the same, so they lose the same experts
+    x[:, 1] = x[:, 0]  # equal tokens of a sample: y is equal if both lose the same experts
     y = layer(x).y
     torch.testing.assert_close(y[:, 0], y[:, 1])
     every, gates = outputs(experts, x[:, 0]), layer.gate(x[:, 0]).gates
@@ -197,7 +176,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
 def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
     torch.manual_seed(0)
     layer = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), expert_dropout=0.5)
-    x = torch.randn(D).expand(*shape, D)  # equal tokens: their outputs differ by the dropped experts alone
+    x = torch.randn(D).expand(*shape, D)  # equal tokens: only the dropped experts make outputs differ
     y = layer(x).y.reshape(shape[0], -1, D)
     torch.testing.assert_close(y, y[:, :1].expand_as(y))
     assert len(y[:, 0].round(decimals=3).unique(dim=0)) > 8  # of 16 subsets
@@ -205,7 +184,7 @@ def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
 
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
-    """At rate 1 outputs are 0: the weighted sums of MoE, and those of MultiGateMoE from rows that tasks share."""
+    """With rate 1 the y of MoE and of MultiGateMoE are 0 in training."""
     experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
     layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
     assert not layer(x).y.any()
@@ -216,7 +195,7 @@ def test_dropout_of_the_experts_is_for_training(kind):
 
 def test_what_no_expert_takes_passes_through():
     gate = TopKGate(D, E, 1, order="softmax_topk")
-    layer = double(MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=True))
+    layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=True).double()
     x = torch.randn(T, D, dtype=torch.float64)
     out, weights = layer(x), gate(x).weights
     kept = (out.plan.slot_row >= 0).double() * weights
@@ -228,7 +207,7 @@ def test_what_no_expert_takes_passes_through():
 
 @pytest.mark.parametrize("experts", [ExpertMLP(E, D, H).double(), ExpertLayer(E, D, H).double()], ids=["mlp", "layer"])
 def test_tasks_share_experts_that_run_once(experts):
-    gates = [double(SoftmaxGate(D, E)), double(TopKGate(D, E, 1))]
+    gates = [SoftmaxGate(D, E).double(), TopKGate(D, E, 1).double()]
     layer = MultiGateMoE(gates, experts)
     x = torch.randn(T, D, dtype=torch.float64)
     out, every = layer(x), outputs(experts, x)
@@ -236,9 +215,9 @@ def test_tasks_share_experts_that_run_once(experts):
         torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
-    assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in every task are not evaluated
-    assert sparse.plan.num_rows == T  # T rows, as the gate of both tasks is evaluated once
-    several = [gates[1], double(TopKGate(D, E, 1))]
+    assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in all tasks do not run
+    assert sparse.plan.num_rows == T  # a gate of two tasks counts once
+    several = [gates[1], TopKGate(D, E, 1).double()]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
     for y, gate in zip(out.y, several, strict=True):
@@ -315,7 +294,7 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """With a nearly saturated tree, experts of weight 0 change neither outputs nor gradients if they are evaluated."""
+    """NonzeroWeights skips experts of weight 0. Outputs and gradients are those of a policy that evaluates them."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():
@@ -339,7 +318,7 @@ def test_experts_of_weight_zero_are_not_evaluated():
 
 @pytest.mark.parametrize("kind", ["tree", "hash"])
 def test_a_gate_behind_a_permutation(kind):
-    """MoE with a PermutedGate equals MultiGateMoE with one task, before and after the permutation is hardened."""
+    """MoE with a PermutedGate equals MultiGateMoE with one task, before and after the permutation becomes hard."""
     torch.manual_seed(0)
     gate = TreeGate(D, E, entropy=0.1) if kind == "tree" else HashGate(5, E)
     experts, x, ids = ExpertLayer(E, D, H), torch.randn(T, D), torch.arange(T) % 5
@@ -365,7 +344,7 @@ def test_a_gate_behind_a_permutation(kind):
     "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]
 )
 def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
-    """A layer on the meta device, which allocates nothing, has the shapes and FLOPs of one on the CPU."""
+    """On the meta device, which allocates nothing, a layer has the shapes and FLOPs that it has on the CPU."""
     layer, found = MoE(TopKGate(D, E, 2), experts, policy), []
     for device in ("cpu", "meta"):
         made, x = copy.deepcopy(layer).to(device), torch.randn(T, D, device=device, requires_grad=True)
@@ -379,7 +358,7 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
 
 @pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
 def test_room_is_that_of_the_exact_factor(factor):
-    """The capacity is computed in integers, as torch.compile needs; a float counts as the decimal that it prints as."""
+    """The capacity is computed in integers. A float factor stands for the decimal number that repr prints."""
     exact = Fraction(str(factor))
     for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))

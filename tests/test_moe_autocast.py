@@ -18,7 +18,7 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
-    """The output has the bits of experts rounded to autocast's dtype; plan and gate weights are those without it."""
+    """y has the bits that experts give in autocast's dtype. Plan and gate weights are those without autocast."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()), torch.randn(T, D, requires_grad=True)
     plain = layer(x)
@@ -45,7 +45,7 @@ def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
 
 @every_kind
 def test_autocast_leaves_float64_as_it_is(make):
-    """Like torch.nn.Linear: if all tensors are float64, none is cast; a mixture with float64 is an error."""
+    """As torch.nn.Linear does: float64 tensors are not cast, and mixing float64 with another dtype is an error."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()).double(), torch.randn(T, D, dtype=torch.float64)
     expected = layer(x).y
@@ -60,7 +60,7 @@ def test_autocast_leaves_float64_as_it_is(make):
 
 
 def test_tasks_and_residuals_under_autocast():
-    """The residual sum with a float32 x is float32, like x + linear(x); tasks' outputs have autocast's dtype."""
+    """With pass_through, y has the common dtype of x and autocast. Outputs of MultiGateMoE have autocast's dtype."""
     torch.manual_seed(0)
     gate, experts, x = TopKGate(D, E, 2), ExpertMLP(E, D, H), torch.randn(T, D)
     layer = MoE(gate, experts, TokenChoice(0.5), pass_through=True)

@@ -1,8 +1,7 @@
-"""Every registered operator against torch.library.opcheck: schema, autograd registration, fake, and AOT dispatch."""
+"""torch.library.opcheck of every registered operator: schema, autograd registration, fake tensors, AOT dispatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,14 @@ from moe_kernels import backends, library
 from moe_kernels.ops.kwta import pack_bits
 
 T, E, K, D, H = 7, 3, 2, 8, 6
+Calls = dict[str, list[tuple[Any, ...]]]  # operator -> the arguments of its calls
 
 
 def leaf(*shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, device=device).requires_grad_()
 
 
-def of_kwta(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_kwta(b: str, device: str) -> Calls:
     x, values = leaf(3, 40, device=device), leaf(3, 40, device=device)
     bits = pack_bits(torch.rand(3, 40, device=device) < 0.5)
     return {
@@ -32,7 +32,7 @@ def of_kwta(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def of_topk_gate(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_topk_gate(b: str, device: str) -> Calls:
     logits, given = leaf(T, E, device=device), {}
     for order in ("topk_softmax", "softmax_topk"):
         weights, experts = library.ops.topk_gate_fwd(logits.detach(), K, order, b)
@@ -44,7 +44,7 @@ def of_topk_gate(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def of_plans(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_plans(b: str, device: str) -> Calls:
     experts, scores = torch.randint(-1, E, (T, K), device=device), torch.rand(T, E, device=device)
     return {
         "refuse_unknown_experts": [(experts, E)],
@@ -61,7 +61,7 @@ def a_plan(device: str) -> mk.RoutingPlan:
     return mk.make_plan(torch.randint(-1, E, (T, K), device=device), E, capacity=4, backend="reference")
 
 
-def of_rows(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_rows(b: str, device: str) -> Calls:
     plan = a_plan(device)
     rows, weights = leaf(plan.num_rows, D, device=device), leaf(T, K, device=device)
     arrays = plan.row_token, plan.slot_row, plan.expert_offsets
@@ -73,7 +73,7 @@ def of_rows(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_experts(b: str, device: str) -> Calls:
     plan = a_plan(device)
     x, weights = leaf(T, D, device=device), leaf(T, K, device=device)
     w_in, w_out = leaf(E, D, 2 * H, device=device), leaf(E, H, D, device=device)
@@ -110,7 +110,7 @@ def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def of_sinkhorn(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_sinkhorn(b: str, device: str) -> Calls:
     scores, grad = leaf(2, 4, 4, device=device), leaf(2, 4, 4, device=device)
     taus, sums = torch.tensor([1.0, 0.5], dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64, device=device)
     sums = sums.requires_grad_()
@@ -128,7 +128,7 @@ def of_sinkhorn(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def of_trees(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def of_trees(b: str, device: str) -> Calls:
     x, split, leaves = leaf(T, D, device=device), leaf(K, E - 1, D, device=device), leaf(K, E, D, device=device)
     given = x, split, leaves, leaf(K, E - 1, device=device), leaf(K, E, device=device)
     logits = leaf(T, K, E - 1, device=device), leaf(T, K, E, device=device)
@@ -144,24 +144,14 @@ def of_trees(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-def on_the_cpu(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
+def on_the_cpu(b: str, device: str) -> Calls:
     return {"harden": [(torch.rand(2, 4, 4),)]}
 
 
-GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
-    of_kwta,
-    of_topk_gate,
-    of_plans,
-    of_rows,
-    of_experts,
-    of_sinkhorn,
-    of_trees,
-    on_the_cpu,
-)
+GROUPS = (of_kwta, of_topk_gate, of_plans, of_rows, of_experts, of_sinkhorn, of_trees, on_the_cpu)
 NAMES = sorted(vars(library.ops))
 
-# Gradients that can be differentiated again. Inputs of these, of swiglu_clamped and of operators named _fwd (but
-# tree_route_fwd) may require gradients; those of all other operators, which have no derivative, are detached.
+# Backward operators that have a derivative. test_opcheck detaches the inputs of operators without one.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

@@ -117,7 +117,7 @@ def test_layers_that_collect_compile_whole():
     expected = torch.autograd.grad(loss(x), parameters)
     for each in (compiled, around, around):
         torch.testing.assert_close(torch.autograd.grad(each(x), parameters), expected)
-    torch.testing.assert_close(inner(x), model(x))  # nothing collects
+    torch.testing.assert_close(inner(x), model(x))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])
@@ -137,12 +137,12 @@ def test_losses_are_collected_once_under_checkpointing(again):
 
 @pytest.mark.parametrize("make", [layer, tasks], ids=["layer", "tasks"])
 def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
-    """torch would return an output without gradients; a residual around the layer would hide this."""
+    """torch would return outputs without a gradient, which a residual around the layer would hide."""
     made, x = make(), torch.randn(T, D, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)
     with torch.no_grad():
-        made(x)  # an evaluation needs no gradients
+        made(x)  # without gradients the call is allowed
 
 
 def test_a_reentrant_checkpoint_of_a_tensor_is_right():
@@ -212,15 +212,15 @@ def test_a_plan_is_a_pytree_with_paths():
 
 
 def test_a_block_that_fails_collects_no_more():
-    layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
+    made = layer(output="tensor")
     with pytest.raises(KeyError), mnn.collect_outputs() as outputs:
         raise KeyError
-    layer(x)
+    made(torch.randn(T, D))
     assert not outputs
 
 
 def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
-    layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
-    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute all
-        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    made, x = layer(output="tensor"), torch.randn(T, D)
+    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute the whole forward
+        checkpoint(made, x, use_reentrant=False).sum().backward()
     assert len(outputs) == 1

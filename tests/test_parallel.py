@@ -1,4 +1,4 @@
-"""Experts across processes: the checks of tests/ranks, run on ranks of this machine with gloo."""
+"""Experts across processes: runs the checks of tests/ranks on several processes of this machine, with gloo."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n
 
 
 def test_predicted_time_by_hand() -> None:
-    """Two nodes of two ranks, with even loads, then with one of four experts that gets 70 % of the choices."""
+    """Two nodes of two ranks: first with even loads, then with an expert that gets 70 % of the choices."""
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
     even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
     rows_per_rank, row_bytes = 512, 64 * 2
-    # Four exchanges of rows, over the slower link, and one of counts; two of the four ranks are on the other node.
+    # Four exchanges of rows and one of counts. The link to the two ranks of the other node takes longest.
     far, near = 2 * rows_per_rank * row_bytes / 1e9, rows_per_rank * row_bytes / 4e9
     assert far > near
     assert even.exchange == pytest.approx(4 * (far + 1e-3) + 1e-3 + 2 * 4 / 1e9)

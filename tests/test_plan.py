@@ -15,7 +15,7 @@ from inputs import padded
 
 import moe_kernels as mk
 from moe_kernels import backends
-from moe_kernels.verify import verify
+from moe_kernels.verify import threads, verify
 
 OP = "make_plan"
 ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
@@ -23,14 +23,14 @@ NAN = math.nan
 
 
 def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
-    """By expert: the (token, choice) of its rows."""
+    """The (token, choice) of each row, by expert."""
     offsets = plan.expert_offsets.tolist()
     rows = list(zip(plan.row_token.tolist(), plan.row_choice.tolist(), strict=True))
     return [rows[first:last] for first, last in itertools.pairwise(offsets)]
 
 
 def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """The definition as a loop: by expert the kept (token, choice) in order of requests, and the number requested."""
+    """The definition as a loop: each expert's kept (token, choice), in visiting order, and its number of requests."""
     tokens = range(len(experts))
     if priority is not None:
         key = [(math.inf, 1) if math.isnan(p) else (p, 0) for p in priority]  # NaN above +inf
@@ -121,7 +121,7 @@ def test_the_docstring_example(target):
     assert plan.used.tolist() == [[True, True], [True, False], [False, False], [False, True]]
     assert plan.dropped_share == 0.5
     assert plan.imbalance == 1.0
-    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # expert 0 is requested thrice
+    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # expert 0 has three requests
     assert (uneven.imbalance, uneven.dropped_share) == (1.5, 0.5)
     none = mk.make_plan(torch.full((2, 1), -1), 3)
     assert none.dropped_share == none.imbalance == 0
@@ -221,7 +221,8 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """32 to 34 chunks (CUDA interpreted: 1, 2). CUDA's scan has up to 32 warps, Triton's another tile above 32."""
+    """GPU kernels split requests into chunks: here 32, 33 and 34 (CUDA interpreted: 1, 2 and 2). CUDA's scan has at
+    most 32 warps; Triton's takes another tile for more than 32 chunks."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
@@ -231,9 +232,9 @@ def test_as_many_chunks_as_a_block_has_warps(target, tokens):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """GPU kernels count chunks of requests, each of several tiles, for windows of 1024 experts: here two chunks (CUDA:
-    of two tiles and of one; interpreted: of one and of none) and one or two windows. With a capacity, the first and
-    the last expert drop requests; every third token has no expert."""
+    """GPU kernels split requests into chunks, chunks into tiles, and experts into windows of 1024. Here are two chunks
+    of several tiles (CUDA: of two and one; interpreted: of one and none) and one or two windows. With a capacity the
+    first and the last expert drop requests. Every third token has no expert."""
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":
@@ -260,10 +261,10 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """1025 tiles of 32 requests (CUDA: of 1024), one more than the largest number of chunks: so every chunk but the
-    last has two tiles."""
+    """GPU kernels split requests into at most 1024 chunks of tiles. Here are 1025 tiles of 32 requests (CUDA: of 1024),
+    so every chunk but the last has two tiles."""
     if target.interpreted:
-        pytest.skip("the interpreter would take a minute for so many programs")
+        pytest.skip("interpreted kernels would take a minute for so many programs")
     tokens = 524800 if target.backend == "cuda" else 16400
     experts = torch.randint(-1, 9, (tokens, 2))
     expected = mk.make_plan(experts, 9, capacity=tokens // 6, backend="reference")
@@ -313,7 +314,7 @@ def scores_of(kind: str, tokens: int, num_experts: int, dtype: torch.dtype) -> t
 def test_other_policies_are_the_reference(target, policy, kind, dtype):
     need(target, policy)
     if dtype == torch.float64 and target.backend != "cpu":
-        pytest.skip("float64 is for the CPU")
+        pytest.skip("GPU kernels take no float64 scores")
     shapes = ((0, 3), (33, 1), (40, 7)) if target.interpreted else ((0, 3), (1, 1), (33, 1), (40, 7), (70, 20))
     for tokens, num_experts in shapes:
         scores = scores_of(kind, tokens, num_experts, dtype)
@@ -327,8 +328,8 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
-    """1200 pairs of a token and an expert: two windows of 1024, each of several tiles. 60 tokens: more than the 32 bits
-    of a mask's word. 2100 tokens: more than the 2048 up to which Triton pads an expert's column."""
+    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200. Its expert choice
+    pads an expert's scores to at least 2048: here are 60 and 2100."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
@@ -382,22 +383,17 @@ def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
 def test_many_tokens_and_threads(num_experts):
     experts = torch.randint(-1, num_experts, (20000, 2))
     priority = torch.rand(20000).bfloat16()  # many ties
-    before = torch.get_num_threads()
-    try:
-        for order in ("choice", "token"):
-            expected = mk.make_plan(
-                experts, num_experts, capacity=50, priority=priority, order=order, backend="reference"
-            )
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                assert_same(mk.make_plan(experts, num_experts, capacity=50, priority=priority, order=order), expected)
-        scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
-        expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for order in ("choice", "token"):
+        given = {"capacity": 50, "priority": priority, "order": order}
+        expected = mk.make_plan(experts, num_experts, **given, backend="reference")
+        for count in (1, 2, 3):
+            with threads(count):
+                assert_same(mk.make_plan(experts, num_experts, **given), expected)
+    scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
+    expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
+    for count in (1, 2, 3):
+        with threads(count):
             assert_same(mk.plan_expert_choice(scores, 100)[0], expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- bad ids, bad input ---------------------------------------------------------------------------------------------
@@ -414,7 +410,7 @@ def test_invalid_ids_raise_on_the_cpu_and_count_as_none_in_a_kernel(target):
                     one = torch.tensor([[1, -1, index]], dtype=dtype)
                     with pytest.raises(ValueError, match=rf"got {min(index, -1)} to {max(index, 1)}$"):
                         mk.make_plan(one, 2, backend=backend)
-    if target.backend == "cpu":  # the kernel itself returns the error
+    if target.backend == "cpu":  # the C++ kernel returns an error
         return
     experts[0, 1] = 2**32 + 1  # its lower 32 bits are expert 1
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
@@ -482,7 +478,7 @@ def test_padded_and_back():
 
 
 def test_a_missing_kernel_is_not_a_failure(target):
-    """CUDA has make_plan, but no kernel for the other two plans."""
+    """verify reports a kernel that does not exist as "not run": CUDA has only make_plan."""
     rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
     assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
     assert {row.verdict for row in rows} <= {"ok", "not run"}, rows

@@ -1,4 +1,4 @@
-"""Wrong plans: arrays that violate RoutingPlan raise an error before a kernel uses them as addresses."""
+"""Wrong plans: arrays that violate RoutingPlan raise an error before a kernel uses them as indices."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
     return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
 
 
-# By operation: its call with a plan.
 OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
     "expert_mlp": expert_mlp,
 }
-# Bounds in the messages.
 TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be from -1 \(no row\) to 11"
 
 
@@ -55,7 +53,7 @@ TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be
     ],
 )
 def test_indices_out_of_range_are_refused(op, name, value, words, backend):
-    # "got <least> to <greatest>": a positive value is the greatest. For expert_offsets the message has one number.
+    # Messages end in "got <least> to <greatest>", and a positive value is the greatest. expert_offsets: "got <value>".
     low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
     with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
         OPS[op](holding(name, value), backend)
@@ -115,8 +113,8 @@ def test_arrays_of_another_kind_are_refused(op, name, backend):
         OPS[op](replace(plan(), **{name: right.tolist() if right.dim() else [0]}), backend)
     for wrong in (right[None], torch.cat([right.view(-1), right.view(-1)[:1]]), right.to("meta")):
         if wrong.device.type == "meta" and name == "row_token":
-            continue  # row_token sets the device of the plan: the message would name slot_row
-        # row_token sets R: if its length is wrong, the message names row_choice.
+            continue  # row_token gives the plan's device: the message would name another array
+        # row_token gives R: if its length is wrong, the message names row_choice.
         seen = "row_(token|choice)" if name == "row_token" else name
         with pytest.raises(ValueError, match=f"^{op}: plan.{seen} must be "):
             OPS[op](replace(plan(), **{name: wrong}), backend)
@@ -133,7 +131,7 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
-    """The reference checks a plan's values in an operator, which neither breaks a graph nor runs on fake tensors."""
+    """The reference checks a plan's values in an operator: it breaks no graph, and does not run on fake tensors."""
 
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")

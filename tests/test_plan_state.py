@@ -1,4 +1,4 @@
-"""Plans moved to other devices, and saved in files."""
+"""Plans that are moved to other devices, saved, and loaded."""
 
 from __future__ import annotations
 
