@@ -11,6 +11,8 @@ activation, pre. The host does not wait for offsets on a GPU if a kernel runs an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -101,9 +103,9 @@ def grouped_gemm(
     chosen = backends.choose_shapes("grouped_gemm", backend, rows)
     if chosen == "reference":
         library.ops.refuse_bad_groups(expert_offsets, rows, row_token)
-        named = {"bias": bias, "activation": activation, "alpha": alpha, "limit": limit, "row_token": row_token}
+        named: dict[str, Any] = {"bias": bias, "activation": activation, "alpha": alpha, "limit": limit}
         with without_autocast(rows.device.type):
-            return reference.grouped_gemm(rows, weight, expert_offsets, **named)
+            return reference.grouped_gemm(rows, weight, expert_offsets, row_token=row_token, **named)
     if activation == library.CLAMPED:
         pre = library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, chosen)[0]
         return library.ops.swiglu_clamped(pre, alpha, limit)
