@@ -35,7 +35,10 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
-    """(loss, bits) of every evaluation of two runs: one complete, one interrupted after `steps` steps and resumed."""
+    """(loss, test bits) of every evaluation, by network, of two calls of `train` with the arguments parse(name).
+
+    The first call is complete. The second is interrupted after `steps` steps, counted over all networks, and resumed.
+    """
     found = []
     for name in ("whole", "broken"):
         args = parse(name)

@@ -1,4 +1,4 @@
-"""combine: the weighted sum of a token's rows and both gradients against a dense one-hot einsum in float64."""
+"""combine: the weighted sum of each token's rows, and both gradients, against a dense one-hot einsum in float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def einsum(rows, weights, one_hot):
 
 
 def bound(exact, size, dtype):
-    """Allowed error: the dtype's epsilon times the result, the dtype's smallest subnormal, and 64 float32 roundings of
-    `size`, the sum of the magnitudes of the terms."""
+    """The allowed error: eps |exact|, plus 64 * 2^-24 `size` for sums in float32, plus the smallest subnormal.
+
+    size: the sum of the magnitudes of the terms."""
     eps = torch.finfo(dtype).eps
     subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal
@@ -35,7 +36,8 @@ def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
     one_hot, used = dense(plan), int(plan.expert_offsets[-1])
     dims = (0, 1, 40) if target.interpreted else (0, 1, 40, 256, 513)
     if target.compiles and dtype != torch.float32:
-        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)  # rows read by 16 bytes, and by single elements
+        # Triton reads rows of 40 and 256 elements 16 bytes at a time, rows of 1 and 513 element by element.
+        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)
     for dim in dims:
         rows = torch.randn(plan.num_rows, dim, device=target.device).to(dtype)
         weights = torch.randn(plan.num_tokens, plan.num_choices, device=target.device).to(dtype)
@@ -71,7 +73,7 @@ def test_without_weights_it_is_the_plain_sum(target, kind):
 
 
 def test_more_choices_than_a_warp_has_lanes(target):
-    """CUDA's backward handles 32 choices at a time; here three warps share the sums."""
+    """The CUDA kernel of the backward pass handles 32 choices at a time; rows of 300 elements take three warps."""
     on = target.device
     experts = torch.rand(5, 80, device=on).argsort(1)[:, :70]
     plan = mk.make_plan(experts, 80, backend="reference")
@@ -113,7 +115,7 @@ def test_sums_halfway_between_two_numbers_become_the_even_one(target, dtype):
     if target.interpreted and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bfloat16")
     plan = mk.make_plan(torch.zeros(1, 2, dtype=torch.int32, device=target.device), 1, backend="reference")
-    large = 2 / torch.finfo(dtype).eps  # its next number is larger by 2
+    large = 2 / torch.finfo(dtype).eps  # the next larger number of this dtype is large + 2
     rows = torch.tensor([[large, -large] * 20, [1.0, -1.0, 3.0, -3.0] * 10], device=target.device).to(dtype)
     y = mk.combine(rows, plan, backend=target.backend)
     assert y.tolist() == [[large, -large, large + 4, -large - 4] * 10]
@@ -122,8 +124,8 @@ def test_sums_halfway_between_two_numbers_become_the_even_one(target, dtype):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
 def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
-    """NaN or infinity in weights of dropped choices, in gradients of tokens with no kept choice, in unused rows, and
-    around rows and gradients has no effect."""
+    """NaN or infinity has no effect in weights of dropped choices, in gradients of tokens with no kept choice, in
+    unused rows, or in the memory around rows and gradients. A kept row's infinity does reach the result."""
     one = mk.make_plan(torch.tensor([[0], [0]], device=target.device), 1, capacity=1, backend="reference")
     plan = {"one token dropped": one, **plans(target.device)}[kind]
     dropped, used = plan.slot_row < 0, int(plan.expert_offsets[-1])
@@ -156,7 +158,6 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 def test_many_programs_with_one_that_is_not_full(target, kind):
-    """Tokens and rows take several programs or blocks, the last one partial; with unused rows, or dropped choices."""
     plan, on = plans(target.device)[kind], target.device
     for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
         leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}
@@ -230,7 +231,7 @@ def test_views_are_read_in_place(target):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """One tensor at a time has a start or a stride that rules out accesses of 16 bytes."""
+    """The rows or the gradient, never both, have a start or a stride that rules out accesses of 16 bytes."""
     plan = plans(target.device)["unused rows"]
     given = {"rows": torch.randn(plan.num_rows, 48), "grad": torch.randn(plan.num_tokens, 48)}
     given = {name: each.to(target.device) for name, each in given.items()}
@@ -247,13 +248,14 @@ def test_rows_that_start_anywhere(target, place):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_every_number_of_16_bits(target, dtype):
-    """One choice a token, without weights and with weight 1/3: the product is rounded once, also if it is subnormal."""
+    """Each token has one choice, without a weight or with weight 1/3. The product is rounded once, also to a subnormal
+    number."""
     rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64).to(target.device)
     plan = mk.make_plan(torch.zeros(1024, 1, dtype=torch.int32, device=target.device), 1, backend="reference")
     third = torch.full((1024, 1), 1 / 3, device=target.device)
     for weights, expected in ((None, rows), (third, (rows.float() * third).to(dtype))):
         y = mk.combine(rows, plan, weights, backend=target.backend)
-        if not target.interpreted:  # in the interpreter the conversion to bfloat16 truncates
+        if not target.interpreted:  # Triton's interpreter truncates when it converts to bfloat16
             torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
