@@ -151,7 +151,7 @@ def test_weights_of_either_layout(target):
     other["weights"] = leaves["weights"].t().contiguous().t()
     other = {name: each.requires_grad_() for name, each in other.items()}
     grad = torch.randn(plan.num_tokens, 10)
-    expected = results(lambda **given: mk.expert_mlp(plan=plan, backend=target.backend, **given), leaves, grad)
+    expected = results(partial(mk.expert_mlp, plan=plan, backend=target.backend), leaves, grad)
     y = mk.expert_mlp(plan=plan, backend=target.backend, **other)
     got = dict(zip(other, torch.autograd.grad(y, list(other.values()), grad.to(y.device, dtype)), strict=True))
     for name, value in got.items():
@@ -165,7 +165,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
     leaves = leaves_of(plan, dtype, target.device, "relu", hidden=0)
     grad = torch.randn(plan.num_tokens, 10)
     got, expected = (
-        results(lambda backend=backend, **given: mk.expert_mlp(plan=plan, backend=backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=plan, backend=backend), leaves, grad)
         for backend in (target.backend, "reference")
     )
     assert expected["weights"].any()
@@ -180,7 +180,7 @@ def test_an_infinite_gradient_of_one_token(target):
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])
     grad[token, 3] = math.inf
     got, expected = (
-        results(lambda backend=backend, **given: mk.expert_mlp(plan=plan, backend=backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=plan, backend=backend), leaves, grad)
         for backend in (target.backend, "reference")
     )
     assert expected["weights"].isposinf().any()
@@ -197,7 +197,7 @@ def test_a_row_of_no_token_is_a_choice_without_weight(target):
     none[row], slots[choice] = -1, -1
     leaves["weights"][choice] = 0
     got, expected = (
-        results(lambda made=made, **given: mk.expert_mlp(plan=made, backend=target.backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=made, backend=target.backend), leaves, grad)
         for made in (replace(plan, row_token=none, slot_row=slots), plan)
     )
     assert got["weights"][choice] == 0

@@ -75,14 +75,11 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
         pytest.skip("bfloat16 tests the groups, and a second dtype takes a dozen compilations")
     leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
     grad = torch.randn(SIZES[:2]).to(dtype)
-
-    def found():
-        return results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, grad)
-
-    whole = found()
+    call = partial(mk.expert_norms, backend=target.backend)
+    whole = results(call, leaves, grad)
     monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * max(SIZES[2:]))
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    for name, each in found().items():
+    for name, each in results(call, leaves, grad).items():
         exact = name != "x"  # the gradient to x is a sum over groups, and each term is rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
 
@@ -100,10 +97,7 @@ def test_each_gradient_alone_is_the_same(target):
     dtype = DTYPES[1]
     skip_unsupported(target, dtype, OP)
     leaves, grad = leaves_of(dtype, target.device, "gelu", *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
-
-    def call(**given):
-        return mk.expert_norms(backend=target.backend, activation="gelu", **given)
-
+    call = partial(mk.expert_norms, backend=target.backend, activation="gelu")
     together = results(call, leaves, grad)
     for name, each in each_alone(call, leaves, grad).items():
         torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
@@ -113,7 +107,7 @@ def test_the_gradient_at_zero_is_zero(target):
     dtype = torch.bfloat16
     leaves = leaves_of(dtype, target.device, "relu", 6, 2, 8, 8, 4, with_bias=False)
     leaves["x"][2] = 0  # without biases both norms of token 2 are 0
-    got = results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, torch.ones(6, 2))
+    got = results(partial(mk.expert_norms, backend=target.backend), leaves, torch.ones(6, 2))
     assert not got["out"][2].any()
     assert not got["x"][2].any()
     assert all(each.isfinite().all() for each in got.values())
@@ -128,7 +122,7 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
     leaves = {name: each.to(target.device, torch.bfloat16) for name, each in leaves.items()}
     grad = torch.ones(2, 2, device=target.device)
     for backend in (target.backend, "reference"):
-        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, grad)
+        got = results(partial(mk.expert_norms, backend=backend), leaves, grad)
         assert not any(each.any() for each in got.values())
 
 
@@ -150,7 +144,7 @@ def test_small_float16_outputs_have_finite_gradients(target):
     leaves = {"x": torch.ones(2, 8), "w_in": torch.full((1, 8, 8), 0.125), "w_out": torch.full((1, 8, 8), 2.0**-22)}
     leaves = {name: each.to(target.device, torch.float16) for name, each in leaves.items()}
     got, expected = (
-        results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 1))
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(2, 1))
         for backend in (target.backend, "reference")
     )
     for name in ("out", "w_out"):
@@ -198,9 +192,7 @@ def test_derivatives_in_float64(backend, activation):
 def test_empty_and_thin(sizes):
     leaves = leaves_of(torch.float32, "cpu", "relu", *sizes)
     got, expected = (
-        results(
-            lambda backend=backend, **given: mk.expert_norms(backend=backend, **given), leaves, torch.ones(sizes[:2])
-        )
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(sizes[:2]))
         for backend in ("cpu", "reference")
     )
     for name in got:
