@@ -1,4 +1,5 @@
-"""Prints, as JSON, figures of the machine code that Triton compiles for each launch in triton_calls.py; needs no GPU.
+"""Prints figures of the machine code of each launch in triton_calls.py as JSON: registers, spills, shared memory, the
+length of the longest inner loop, names of the instructions. Triton compiles the kernels without a GPU.
 
 The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
 these digests are not compiled. test_machine_code_triton.py runs this file in a process of its own, because a kernel
@@ -125,7 +126,7 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 
 def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
-    """By name of the launch: its origin and, unless `known` has the origin, the figures of its machine code."""
+    """By name of the launch: its digest (`origin`) and, unless `known` has the digest, its figures."""
     gc.set_threshold(100_000, 20, 20)  # the compiler makes many long-lived objects (see conftest.py)
     triton_launch.share_compilations()
     here, target = launches(capability), GPUTarget("cuda", capability, 32)

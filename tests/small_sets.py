@@ -10,7 +10,7 @@ WORDS = "the cat sat on the mat and the rat sat on the cat. " * 30
 
 
 def ratings() -> Ratings:
-    """Users watch mostly movies whose number is as even or odd as their own; a movie not watched has rating 0."""
+    """Even users mostly watch even movies, odd users odd movies; the rating of a movie not watched is 0."""
     draw = torch.Generator().manual_seed(0)
     users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
     watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2).float()).float()

@@ -105,7 +105,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """Training lowers the bits of a text with 12 different tokens, which repeats; the checkpoint itself is untrained.
+    """Training lowers the bits per masked token of a text with 12 different tokens. The checkpoint is untrained.
 
     Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits.
     """
@@ -136,7 +136,7 @@ def test_loading_a_model_without_its_checkpoint_names_the_folder(checkpoint, tex
 
 @pytest.mark.parametrize("side", ["small", "hash", "balanced", "comet", "hash+"])
 def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
-    """If each expert has every neuron of the dense layer and the learning rate is 0, the student is the checkpoint."""
+    """If each expert has every neuron of the dense layer and nothing is trained, the student equals the checkpoint."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=24, share=24, length=10, steps=4, dense_share=0.0,
         lr=0.0, entropy=0.0, zeta=0.0, eval_batch=16, batch_size=8,
@@ -203,8 +203,8 @@ def test_importance_is_by_window_gradients(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """Each window has 15 % of its words masked, never [CLS] or [SEP]: at random in training, always the same ones in
-    evaluation."""
+    """Each window has 15 % of its tokens masked, never [CLS] or [SEP]. Training draws these tokens anew for each batch;
+    an evaluation always masks the same ones."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train

@@ -81,7 +81,8 @@ def test_a_stale_module_is_not_in_the_wheel(checkout):
 
 def test_a_source_distribution_has_all_files_of_the_build(checkout):
     (checkout / "tests").mkdir()
-    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # by default setuptools packs it alone
+    # By default setuptools packs tests/test*.py, but no conftest.py.
+    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
     assert done.returncode == 0, done.stderr
     (archive,) = (checkout / "dist").glob("*.tar.gz")

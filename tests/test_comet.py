@@ -1,4 +1,4 @@
-"""COMET's modules, mostly against loops over single samples that follow the equations of its paper (000)."""
+"""The modules of COMET (paper 000); the forward pass against the paper's equations, computed sample by sample."""
 
 import copy
 import math

@@ -83,7 +83,7 @@ def test_books_from_its_file(tmp_path):
     """The loader removes users and books with fewer than five records, repeatedly, until all others have five."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
-    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # removes books with one reader, and then user 99
+    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # the loader removes these books, then user 99
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     with pytest.raises(ValueError, match="has rated nearly all movies"):
