@@ -115,7 +115,7 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_halfway_between_two_numbers_become_the_even_one(target, dtype):
-    if target.interpreted and dtype == torch.bfloat16:
+    if target.interpreted and target.backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bfloat16")
     plan = mk.make_plan(torch.zeros(1, 2, dtype=torch.int32, device=target.device), 1, backend="reference")
     large = 2 / torch.finfo(dtype).eps  # the next larger number of this dtype is large + 2
@@ -128,7 +128,7 @@ def test_sums_halfway_between_two_numbers_become_the_even_one(target, dtype):
 @pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
 def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
     """NaN or infinity has no effect in weights of dropped choices, in gradients of tokens with no kept choice, in
-    unused rows, or in the memory around rows and gradients. A kept row's infinity does reach the result."""
+    unused rows, or in the memory around rows and gradients. In a kept row it reaches the result, even with weight 0."""
     one = mk.make_plan(torch.tensor([[0], [0]], device=target.device), 1, capacity=1, backend="reference")
     plan = {"one token dropped": one, **plans(target.device)}[kind]
     dropped, used = plan.slot_row < 0, int(plan.expert_offsets[-1])
@@ -233,7 +233,8 @@ def test_every_number_of_16_bits(target, dtype):
     third = torch.full((1024, 1), 1 / 3, device=target.device)
     for weights, expected in ((None, rows), (third, (rows.float() * third).to(dtype))):
         y = mk.combine(rows, plan, weights, backend=target.backend)
-        if not target.interpreted:  # Triton's interpreter truncates when it converts to bfloat16
+        # Triton's interpreter truncates when it converts to bfloat16.
+        if not (target.interpreted and target.backend == "triton"):
             torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
