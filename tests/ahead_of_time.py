@@ -39,8 +39,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def launches(capability: int) -> dict[str, dict[str, Any]]:
     """The launches that need a compilation which no earlier launch needed, by kernel, dtype and call.
 
-    For sm_90 a kernel keeps only its first such launch, except that 16-bit matrix products keep all: there they can use
-    wgmma.
+    For sm_90 only 16-bit matrix products, which can use wgmma there, keep all of these; other kernels keep the first.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -127,7 +126,7 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
     """By name of the launch: its digest (`origin`) and, unless `known` has the digest, its figures."""
-    gc.set_threshold(100_000, 20, 20)  # the compiler makes many long-lived objects (see conftest.py)
+    gc.set_threshold(100_000, 20, 20)  # see conftest.py
     triton_launch.share_compilations()
     here, target = launches(capability), GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

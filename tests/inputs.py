@@ -26,10 +26,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x with three elements of `fill` after each row.
-
-    If rows are a multiple of 16 bytes long, row 0 starts at a multiple of 16 bytes, and row 1 does not.
-    """
+    """A copy of x with three elements of `fill` after each row. If rows have 16 i bytes, not all start at 16 j bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)

@@ -84,10 +84,7 @@ def inputs(tokens):
 
 
 def found(call, parameters, tokens=9):
-    """y of a call on `tokens` tokens, the sum of y's squares and the layer's loss, and the gradients of this sum.
-
-    The gradients are those to x and to the trainable parameters that take part in the call.
-    """
+    """[*y, loss, *gradients] of a call on `tokens` tokens. loss: the sum of y's squares, plus the layer's own loss."""
     torch.manual_seed(1)
     x, ids = inputs(tokens)
     out = call(x.requires_grad_(), ids)

@@ -35,10 +35,7 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
-    """(loss, test bits) of every evaluation, by network, of two calls of `train` with the arguments parse(name).
-
-    The first call is complete. The second is interrupted after `steps` steps, counted over all networks, and resumed.
-    """
+    """(loss, test bits) of each evaluation of a complete training, and of one interrupted after `steps` and resumed."""
     found = []
     for name in ("whole", "broken"):
         args = parse(name)

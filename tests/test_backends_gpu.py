@@ -45,9 +45,7 @@ def test_a_driver_older_than_the_toolkit_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks a GPU and the CUDA module: a backend can be chosen, but no kernel can be launched.
-
-    `state.backend` is the only GPU backend that is available."""
+    """Mocks a GPU on which only `state.backend` is available, and the CUDA module, but no kernels."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000

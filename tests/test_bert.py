@@ -69,8 +69,7 @@ def arguments(checkpoint, text, *words):
 
 
 def test_a_dropped_token_is_added_to_no_copy_of_itself():
-    """A MoE with pass_through returns a dropped token itself. ExpertFeedForward turns this off, since it adds the token
-    to the output as the residual."""
+    """ExpertFeedForward adds a dropped token once, as the residual, even if its MoE has pass_through."""
     moe = MoE(TopKGate(8, 2, 1), ExpertMLP(2, 8, 4), TokenChoice(0.5), pass_through=True)
     layer, x = bert.ExpertFeedForward(moe, torch.nn.Identity(), torch.nn.Identity()), torch.randn(2, 6, 8)
     y, out = layer(x, torch.zeros(2, 6, dtype=torch.int64))
@@ -162,9 +161,7 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
 
 
 def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
-    """The layer computes LayerNorm(a + y) from the attention's output a and the output y of the token's expert for a.
-
-    The hash gate gets the token ids. with_experts does not change the dense model."""
+    """The layer computes LayerNorm(a + y): a is the attention's output, y the output of the token's expert for a."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
     student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()
@@ -203,8 +200,7 @@ def test_importance_is_by_window_gradients(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """Each window has 15 % of its tokens masked, never [CLS] or [SEP]. Training draws these tokens anew for each batch;
-    an evaluation always masks the same ones."""
+    """15 % of a window's tokens are masked, never [CLS] or [SEP]: random ones in training, fixed ones in evaluation."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train
@@ -232,8 +228,7 @@ def test_masked_tokens(checkpoint, text):
 
 
 def test_windows_of_tokens(checkpoint):
-    """A window may cross lines and has [UNK] for an unknown word. Bytes that are not UTF-8 are left out, and so is an
-    incomplete last window."""
+    """Windows cross lines. Unknown words become [UNK]; bytes that are not UTF-8 and a part of a window are left out."""
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)

@@ -43,7 +43,6 @@ def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_the_check_comes_before_the_kernel(backend, monkeypatch):
-    """Dispatch, combine and grouped GEMM of both GPU backends raise before any launch."""
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
     monkeypatch.setattr(library.dispatch.backends, "load", lambda *_: pytest.fail("a kernel was called"))
     with pytest.raises(ValueError, match=r"dispatch: plan\.row_token"):

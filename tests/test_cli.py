@@ -57,7 +57,7 @@ def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_info_names_a_missing_extension_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "moe_kernels._cuda", None)  # as if it were not built
+    monkeypatch.setitem(sys.modules, "moe_kernels._cuda", None)
     monkeypatch.delattr("moe_kernels._cuda", raising=False)
     name, text = info.extensions()[-1]
     assert name == "_cuda"

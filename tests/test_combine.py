@@ -21,9 +21,7 @@ def einsum(rows, weights, one_hot):
 
 
 def bound(exact, size, dtype):
-    """The allowed error: eps |exact|, plus 64 * 2^-24 `size` for sums in float32, plus the smallest subnormal.
-
-    size: the sum of the magnitudes of the terms."""
+    """The allowed error: eps |exact| + 64 * 2^-24 size + the smallest subnormal. size: sum of the terms' magnitudes."""
     eps = torch.finfo(dtype).eps
     subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal
@@ -148,7 +146,7 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
         assert not dweights[dropped].any()
         assert not drows[used:].any()
         filled, zeros = torch.full_like(rows, value), torch.zeros_like(weights)
-        y, drows, _ = results(target.backend, plan, filled, zeros, every)  # 0 times inf is NaN
+        y, drows, _ = results(target.backend, plan, filled, zeros, every)
         assert y[~dropped.all(1)].isnan().all()
         assert drows[:used].isnan().all()
 
@@ -226,8 +224,7 @@ def test_rows_that_start_anywhere(target, place):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_every_number_of_16_bits(target, dtype):
-    """Each token has one choice, without a weight or with weight 1/3. The product is rounded once, also to a subnormal
-    number."""
+    """Each token has one choice, without a weight or with 1/3. The product is rounded once, also if it is subnormal."""
     rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64).to(target.device)
     plan = mk.make_plan(torch.zeros(1024, 1, dtype=torch.int32, device=target.device), 1, backend="reference")
     third = torch.full((1024, 1), 1 / 3, device=target.device)

@@ -315,7 +315,7 @@ def test_utilisation_is_a_count_independent_of_batches():
         parts.update(net.masks(chunk))
         merged.merge(Utilisation().update(net.masks(chunk)))
     expected = [[sum(m[b][i] for b in range(50)) / 50 for i in range(m.shape[1])] for m in masks]
-    merged.merge(Utilisation())  # has counted no samples
+    merged.merge(Utilisation())
     for counted in (whole, parts, merged):
         assert counted.samples == 50
         assert [share.tolist() for share in counted.share()] == expected

@@ -30,8 +30,8 @@ def test_a_compiled_layer_is_the_layer(name, training):
     state = copy.deepcopy(made.state_dict())
     expected = found(made, made.parameters())
     made.load_state_dict(state)
-    whole = not training  # the layers that are tested in training consist of several graphs
-    assert_close(found(torch.compile(made, fullgraph=whole, backend="aot_eager"), made.parameters()), expected)
+    compiled = torch.compile(made, fullgraph=not training, backend="aot_eager")
+    assert_close(found(compiled, made.parameters()), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ON_THE_HOST])

@@ -24,7 +24,6 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def program(page: Path) -> str:
-    """The Python blocks of a page, joined to one program."""
     return "\n".join(CODE.findall(page.read_text()))
 
 
@@ -32,7 +31,6 @@ def program(page: Path) -> str:
     "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
 )
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """Runs the code in a new folder and in a process of its own, since a tutorial may write files."""
     program_file = tmp_path / "tutorial.py"
     program_file.write_text(program(page))
     run = [sys.executable, str(program_file)]

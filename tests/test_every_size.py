@@ -1,7 +1,4 @@
-"""Kernels take sizes up to their limit, or up to a large size, if a block has 99 KB of shared memory.
-
-sm_86, 89 and 120 have this much. test_backends_gpu.py tests the errors for sizes above a limit.
-"""
+"""Kernels take sizes up to their limit, or up to a large size, with 99 KB of shared memory a block (sm_86, 89, 120)."""
 
 from __future__ import annotations
 
@@ -55,8 +52,7 @@ GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
 @pytest.mark.parametrize("op", SIZES)
 def test_every_size_runs_in_99_kb(op, target):
-    """Tests sizes 1, 2, the two largest and, for CUDA, some powers of two and their neighbours. Triton would compile
-    most of these anew; other sizes are in the tests of the operations."""
+    """CUDA also runs some powers of two and their neighbours; Triton would compile most of these anew."""
     call, largest = SIZES[op]
     if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
         pytest.skip(reason)

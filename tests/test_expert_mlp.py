@@ -141,8 +141,7 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """With transposed weights, gradients have the strides of the weights, as torch.compile expects, and the values for
-    contiguous weights. Gate weights are not contiguous either."""
+    """Gradients have the strides of transposed weights, as torch.compile expects. Gate weights are transposed too."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {

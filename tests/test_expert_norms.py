@@ -37,7 +37,7 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# tokens, experts, dim, hidden, dout; 131 columns do not fit into a tile of a GPU kernel.
+# tokens, experts, dim, hidden, dout; 131 columns do not fit into a tile of a GPU kernel
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
@@ -68,8 +68,7 @@ def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
-    """If tensors of all experts are too large, a GPU backend computes the experts in groups: here of two, the last of
-    one."""
+    """If tensors of all experts are too large, GPU backends compute groups of experts: here of two, the last of one."""
     skip_unsupported(target, dtype, OP)
     if target.compiles and dtype == torch.float32:
         pytest.skip("bfloat16 tests the groups, and a second dtype takes a dozen compilations")
