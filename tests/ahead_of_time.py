@@ -1,9 +1,9 @@
-"""Compiles the kernels that Triton would launch on a GPU of some capability, without such a GPU, and prints for each
-launch its registers, spills, shared memory, longest loop and instructions, as JSON.
+"""Prints figures of the machine code of each launch in triton_calls.py as JSON: registers, spills, shared memory, the
+length of the longest inner loop, names of the instructions. Triton compiles the kernels without a GPU.
 
-Standard input lists the digests of launches that are not to be compiled (see `origin`). The tests run this as a process
-of its own, because a kernel that was decorated for Triton's interpreter cannot be compiled. PTX that tests/ptx has
-compiled comes from its cache.
+The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
+these digests are not compiled. test_machine_code_triton.py runs this file in a process of its own, because a kernel
+that was decorated for Triton's interpreter cannot be compiled. PTX is shared with tests/ptx through its cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def launches(capability: int) -> dict[str, dict[str, Any]]:
-    """The launches whose specialisation no launch before them had, by kernel, dtype and call.
+    """The launches that need a compilation which no earlier launch needed, by kernel, dtype and call.
 
-    For sm_90 Triton generates other code only for matrix products in 16 bits; other kernels keep one launch there.
+    For sm_90 only 16-bit matrix products, which can use wgmma there, keep all of these; other kernels keep the first.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -58,9 +58,9 @@ def launches(capability: int) -> dict[str, dict[str, Any]]:
 
 
 def check_ones(source: ASTSource, capability: int) -> None:
-    """Checks that the kernel can be translated to Triton's intermediate language if every integer argument is 1.
+    """Checks that Triton can translate the kernel if every integer argument that it specialises is 1.
 
-    A launch passes an integer that is 1 as a constant. A constant has no methods and cannot be assigned to in a loop.
+    Triton replaces such an argument by a constant, which has no methods and cannot be assigned to in a loop.
     """
     signature, constants = dict(source.signature), dict(source.constants)
     for index, (name, kind) in enumerate(source.signature.items()):
@@ -77,14 +77,14 @@ def check_ones(source: ASTSource, capability: int) -> None:
 
 
 def origin(launch: dict[str, Any], backend: Any) -> str:
-    """A digest of all that a launch's row depends on: what Triton's own cache hashes, and the files in READERS."""
+    """A digest of what determines a launch's figures: Triton, its options, the source, and the files in READERS."""
     options = backend.parse_options(dict(launch["options"])).hash()
     readers = (Path(__file__).with_name(name).read_text() for name in READERS)
     return build.digest(triton.__version__, backend.hash(), options, launch["source"].hash(), *readers)
 
 
 def assembled(ptx: str, launch: dict[str, Any], backend: Any) -> tuple[dict[str, int], bytes]:
-    """Registers and bytes of spills; and the machine code."""
+    """Registers and spilled bytes (stack and local memory) of a thread, and the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         cubin = backend.make_cubin(ptx, {}, backend.parse_options(dict(launch["options"])), backend.target.arch)
         file.write(cubin)
@@ -97,7 +97,7 @@ def assembled(ptx: str, launch: dict[str, Any], backend: Any) -> tuple[dict[str,
 
 
 def code(cubin: bytes) -> bytes:
-    """The sections of an ELF file that hold machine code."""
+    """The machine code of an ELF file: its sections .text.*, concatenated."""
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
     sections = [struct.unpack_from("<2I4Q", cubin, table + size * i) for i in range(count)]
     found = b""
@@ -109,7 +109,7 @@ def code(cubin: bytes) -> bytes:
 
 
 def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruction]]:
-    """The instructions of each kernel. One run of nvdisasm for all of them, because a start takes 0.4 s."""
+    """The instructions of each kernel, all from a single run of nvdisasm, because each run takes at least 0.2 s."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -125,8 +125,8 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 
 def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
-    """By launch its origin and, unless that is known, the figures of its machine code."""
-    gc.set_threshold(100_000, 20, 20)  # for the reason given in conftest.py
+    """By name of the launch: its digest (`origin`) and, unless `known` has the digest, its figures."""
+    gc.set_threshold(100_000, 20, 20)  # see conftest.py
     triton_launch.share_compilations()
     here, target = launches(capability), GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

@@ -1,8 +1,8 @@
-"""Fixture `target`: runs a kernel's test on every backend of this machine.
+"""Fixture `target`: runs a test on every backend that has kernels.
 
-A test that takes `target` runs once for every instruction set of the CPU, once for Triton and once for CUDA. Without a
-GPU, the PTX that Triton and nvcc compile for sm_80 is executed on CPU tensors (tests/ptx). With TRITON_INTERPRET=1
-Triton's kernels run in its interpreter and CUDA's sources on the host executor (tests/simt).
+A test that takes `target` runs once for every instruction set of the CPU that has kernels, once for Triton and once for
+CUDA. Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. With
+TRITON_INTERPRET=1 instead, Triton's interpreter runs Triton's kernels, and tests/simt runs the CUDA sources.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Waiting OpenMP threads sleep, so that other pytest workers use the core: a training test then takes a third of the
-# processor time.
+# OpenMP threads that wait sleep instead of spinning, so other pytest workers can use the core. A training test then
+# takes a third of the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -40,25 +40,25 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# Compilers make many long-lived objects: with the default thresholds garbage collection takes a seventh of the time of
+# Compilers make many long-lived objects. With the default thresholds garbage collection takes a seventh of the time of
 # test_compile.py.
 gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Excludes all objects made so far from garbage collection, as they live until the end."""
+    """Excludes the objects made so far, most of which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
     session.config.add_cleanup(gc.unfreeze)
 
 
-# Makes torch.empty fill its tensors with NaN, or with the largest integer.
+# Makes torch.empty fill floating-point tensors with NaN and integer tensors with their largest value.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A backend, and the device of its tensors."""
+    """A backend, for "cpu" one of its instruction sets (in `id`), and the device of its tensors."""
 
     id: str
     backend: str
@@ -71,13 +71,13 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Whether Triton runs on CPU tensors. Without its interpreter, a new size class, dtype or option of a kernel
-        costs a compilation of 0.3 to 2 s."""
+        """Whether Triton runs on CPU tensors. Except in its interpreter, each new size class, dtype or option of a
+        kernel takes 0.3 to 2 s to compile."""
         return self.executed and self.backend == "triton"
 
     @property
     def interpreted(self) -> bool:
-        """Whether sources run in place of PTX (Triton's interpreter, tests/simt): slowly, so shapes are small."""
+        """Whether Triton's interpreter or tests/simt runs the kernels: slowly, so tests use small shapes."""
         return self.executed and INTERPRET
 
 
@@ -98,7 +98,7 @@ def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
 
 @contextlib.contextmanager
 def running(target: Target) -> Iterator[Target]:
-    """Inside the block, the target's backend takes tensors of its device."""
+    """Inside the block, the target's backend takes tensors of the target's device ("cpu": with its instruction set)."""
     with contextlib.ExitStack() as stack:
         if target.backend == "cuda" and target.executed:
             stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())
@@ -110,7 +110,7 @@ def running(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.id)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # OP: operation that the file tests
+    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # OP: the operation a file tests
     if reason is not None:
         pytest.skip(f"{request.param.id}: {reason}")
     with running(request.param):

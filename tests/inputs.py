@@ -1,4 +1,4 @@
-"""Inputs that reveal reads outside of rows, and indices of too few bits."""
+"""Copies of a tensor that reveal reads outside of its rows, false assumptions of alignment, and 32-bit indices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PROT_NONE = 0
 
 
 def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x as a view of a tensor that holds `fill` on all sides of its last two dimensions.
+    """A copy of x inside a tensor that holds `fill` on all sides of x's last two dimensions.
 
-    Starts and strides of its rows are multiples of 16 bytes, also if their length is no multiple.
+    Rows of elements of 2, 4 or 8 bytes start at multiples of 16 bytes, whatever the length of a row.
     """
     rows, columns = x.shape[-2:]
     whole = x.new_full((*x.shape[:-2], rows + 6, columns // 8 * 8 + 24), fill)
@@ -26,7 +26,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x with rows three elements further apart: if their length is a multiple of 16 bytes, not all start at one."""
+    """A copy of x with three `fill` after each row. Rows of 16 i bytes then do not all start at multiples of 16."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -34,7 +34,7 @@ def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x one element behind addresses that are multiples of 16 bytes: no row starts at such an address."""
+    """A copy of x, in which every row starts one element after a multiple of 16 bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] // 8 * 8 + 16), fill)
     view = whole[..., 1 : x.shape[-1] + 1]
     view.copy_(x)
@@ -42,12 +42,12 @@ def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def behind_one(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous, one element behind the start of its memory: the first row starts at no multiple of 16 bytes."""
+    """A contiguous copy of x that starts one element after a multiple of 16 bytes."""
     return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)
 
 
 def gapped(x: torch.Tensor) -> torch.Tensor:
-    """x with one NaN between x[i] and x[i + 1]; each x[i], a matrix or a row, is contiguous."""
+    """A copy of x with one NaN between x[i] and x[i + 1]; each x[i], a matrix or a row, is contiguous."""
     whole = x.new_full((x.shape[0], x[0].numel() + 1), math.nan)
     view = whole[:, :-1].unflatten(1, x.shape[1:])
     view.copy_(x)
@@ -55,10 +55,10 @@ def gapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """x with rows 2^30 elements apart, or with `strides`. On a CPU only pages that x occupies take memory.
+    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory.
 
-    A row's index and its stride each fit int32. From row 2 on their product does not, from row 16 on not even in
-    units of 8 elements: a 32-bit index reads zeros (on a GPU NaN), or outside of the tensor.
+    With the default strides, a row's index and its stride each fit int32. From row 2 on their product does not; from
+    row 16 on not even in units of 8 elements. A product that wraps leads to another row, or outside of the tensor.
     """
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
@@ -74,7 +74,7 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
 
 
 def at_the_end(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous, on the CPU: its last byte is the last one before a page that must not be read."""
+    """A contiguous copy of x on the CPU. The page after its last byte can be neither read nor written."""
     page = mmap.PAGESIZE
     size = -(-x.nbytes // page) * page
     memory = mmap.mmap(-1, size + page)
@@ -89,7 +89,7 @@ def at_the_end(x: torch.Tensor) -> torch.Tensor:
 def each_alone(
     call: Callable[..., torch.Tensor], leaves: dict[str, torch.Tensor], grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Gradients of call(**leaves) by the name of the input, each computed while no other input requires one."""
+    """Gradients of call(**leaves) by the name of the input, each from a call in which only that input requires grad."""
     found = {}
     for name in leaves:
         given = {key: each.detach().requires_grad_(key == name) for key, each in leaves.items()}

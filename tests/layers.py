@@ -22,7 +22,7 @@ def staged(**o):
     return gate
 
 
-# name -> a function that makes the gate; most take the options device and dtype.
+# By name: a function that makes the gate. All but two accept device and dtype.
 EVERY = {
     "softmax": lambda **o: mnn.SoftmaxGate(D, E, noise=True, importance=0.1, **o),
     "topk": lambda **o: mnn.TopKGate(D, E, 2, noise="jitter", **LOSSES, **o),
@@ -45,7 +45,7 @@ EVERY = {
 
 
 def layer(gate, policy=None, experts=None, **options):
-    """A layer with this gate; a CompetitionGate brings its own experts."""
+    """A layer with this gate. Default experts: those of a CompetitionGate, otherwise a new ExpertMLP."""
     (own,) = getattr(gate, "_experts", (mnn.ExpertMLP(gate.num_experts, D, H),))
     return mnn.MoE(gate, experts or own, policy, **options)
 
@@ -62,8 +62,8 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "pass": lambda: layer(mnn.TopKGate(D, E, 1, order="softmax_topk"), pass_through=True),
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
-ON_THE_HOST = ("permuted", "competition")  # in training these draw or solve on the host, which breaks a graph
-# Layers that compute the same in training as in evaluation: no noise, loss, capacity or schedule.
+ON_THE_HOST = ("permuted", "competition")  # layers whose training calls a function that torch.compile may not trace
+# Layers that compute the same in training and in evaluation: they have no noise, loss, capacity or schedule.
 NO_OTHER_TRAINING = (
     "hash",
     "manual",
@@ -79,12 +79,12 @@ NO_OTHER_TRAINING = (
 
 
 def inputs(tokens):
-    """x (T, D) and ids (T,); calls with the same number of tokens return the same values."""
+    """x (T, D) and ids (T,) for T = `tokens`; the values depend only on T."""
     return torch.randn(tokens, D, generator=torch.Generator().manual_seed(tokens)), torch.arange(tokens) % 2
 
 
 def found(call, parameters, tokens=9):
-    """Calls a layer on `tokens` tokens: y, the loss, and the gradients to x and to trainable parameters."""
+    """[*y, loss, *gradients] of a call on `tokens` tokens. loss: the sum of y's squares, plus the layer's own loss."""
     torch.manual_seed(1)
     x, ids = inputs(tokens)
     out = call(x.requires_grad_(), ids)
@@ -102,7 +102,7 @@ def assert_close(got, expected):
 
 
 class Operators(TorchDispatchMode):
-    """Records the names of this package's operators that run inside the block."""
+    """Records the names of the operators of moe_kernels that run inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

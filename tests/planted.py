@@ -35,7 +35,7 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
-    """(loss, bits) of every evaluation of two runs: one complete, one interrupted after `steps` steps and resumed."""
+    """(loss, test bits) of each evaluation of a complete training, and of one interrupted after `steps` and resumed."""
     found = []
     for name in ("whole", "broken"):
         args = parse(name)

@@ -1,4 +1,4 @@
-"""Loops in machine code as nvdisasm and cuobjdump print it."""
+"""Reads the machine code that nvdisasm or cuobjdump prints, and finds its loops."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def hot_loop(code: list[Instruction]) -> int:
-    """Instructions of the longest innermost loop of a kernel, 0 if it has none.
+    """The number of instructions of the longest innermost loop of a kernel, 0 if the kernel has no loop.
 
-    A branch back makes a loop if its target dominates it: every path to the branch leads through the target. The loop's
-    blocks are those on a path from the target to the branch. Code behind the kernel's end, which BRA.DIV jumps to,
-    branches back too, but makes no loop.
+    A branch makes a loop if its target dominates it: every path from the kernel's start to the branch visits the
+    target. The loop has the blocks on the paths from the target to the branch. BRA.DIV jumps to code after the kernel's
+    end; a branch from there back into the kernel makes no loop, since its target does not dominate it.
     """
     blocks, successors = _graph(code)
-    loops: dict[int, int] = {}  # blocks of a loop, as bits, by its first one
+    loops: dict[int, int] = {}  # by the first block of a loop: the bit set of its blocks
     above = _dominators(successors)
     for block, targets in enumerate(successors):
         for target in targets:
@@ -40,7 +40,7 @@ def hot_loop(code: list[Instruction]) -> int:
 
 
 def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
-    """Instructions of each basic block, and the blocks that may follow it."""
+    """The number of instructions of each basic block, and the blocks that may follow it."""
     place = {each.address: k for k, each in enumerate(code)}
     goes = {k: _target(each, place) for k, each in enumerate(code) if each.name.startswith(("BRA", "EXIT", "RET"))}
     starts = {0, *(k + 1 for k in goes), *(target for target in goes.values() if target is not None)}
@@ -50,23 +50,23 @@ def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
     for _, end in pairwise(bounds):
         last, target = code[end - 1], goes.get(end - 1)
         follows = [block[target]] if target is not None else []
-        # `BRA P1, 0x40` and `BRA.DIV ~URZ, 0x40` depend on a condition as well.
+        # `BRA P1, 0x40` and `BRA.DIV ~URZ, 0x40` are conditional although they have no guard.
         if (end - 1 not in goes or last.guard or "," in last.operands) and end < len(code):
             follows.append(block[end])
         successors.append(follows)
-    reached = _reached(successors)  # not functions that are called, nor the endless branch that pads the code
+    reached = _reached(successors)  # leaves out called functions and the endless branch that pads the code
     successors = [targets if reached >> each & 1 else [] for each, targets in enumerate(successors)]
     return [end - start for start, end in pairwise(bounds)], successors
 
 
 def _target(each: Instruction, place: dict[int, int]) -> int | None:
-    """The index of the instruction that a branch jumps to; None if it is no branch."""
+    """The index of the instruction to which a BRA jumps; None for any other instruction."""
     found = re.search(r"0x([0-9a-f]+)\s*$", each.operands)
     return place.get(int(found[1], 16)) if found and each.name.startswith("BRA") else None
 
 
 def _reached(successors: list[list[int]]) -> int:
-    """The blocks that a path from the first one reaches, as bits."""
+    """The bit set of the blocks that a path from the first block reaches."""
     found, open_ = 1, [0]
     while open_:
         for target in successors[open_.pop()]:
@@ -77,7 +77,7 @@ def _reached(successors: list[list[int]]) -> int:
 
 
 def _dominators(successors: list[list[int]]) -> list[int]:
-    """The dominators of each block, as bits: the blocks that every path from the start to it visits, and itself."""
+    """For each block the bit set of its dominators: itself and the blocks that all paths from the start to it visit."""
     before: list[list[int]] = [[] for _ in successors]
     for block, targets in enumerate(successors):
         for target in targets:
@@ -96,7 +96,7 @@ def _dominators(successors: list[list[int]]) -> list[int]:
 
 
 def _reaching(block: int, head: int, successors: list[list[int]]) -> int:
-    """The blocks from which `block` is reached without passing `head`, and both, as bits."""
+    """The bit set of `head`, `block`, and the blocks from which a path leads to `block` without visiting `head`."""
     found, size = 1 << head | 1 << block, 0
     while size != found:
         size = found

@@ -10,7 +10,7 @@ WORDS = "the cat sat on the mat and the rat sat on the cat. " * 30
 
 
 def ratings() -> Ratings:
-    """Users with two tastes and movies of two kinds; a movie that was not watched has rating 0."""
+    """Even users mostly watch even movies, odd users odd movies; the rating of a movie not watched is 0."""
     draw = torch.Generator().manual_seed(0)
     users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
     watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2).float()).float()
@@ -19,14 +19,14 @@ def ratings() -> Ratings:
 
 
 def table() -> Table:
-    """Targets (torques) that are smooth functions of the inputs."""
+    """Rows whose 7 targets are smooth functions of their 21 inputs."""
     x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
     y = torch.tanh(x[:, :7] + x[:, 7:14])
     return Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))
 
 
 def images() -> Images:
-    """Three classes of 8 x 8 images, which differ in their brightest pixel."""
+    """Three classes of 8 x 8 images; the class determines which pixel is bright."""
     y = torch.arange(80) % 3
     x = torch.randn(80, 64, generator=torch.Generator().manual_seed(0)) * 0.3
     x[torch.arange(80), y * 7] += 2
@@ -34,7 +34,7 @@ def images() -> Images:
 
 
 def blobs(n: int = 96) -> Images:
-    """Three Gaussian clouds that do not overlap."""
+    """Three Gaussian clouds whose centres are 19 standard deviations apart."""
     y = torch.arange(n) % 3
     x = torch.eye(3).repeat(1, 4)[y] * 2 - 1 + 0.3 * torch.randn(n, 12, generator=torch.Generator().manual_seed(0))
     half = n // 2

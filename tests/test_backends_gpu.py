@@ -1,4 +1,4 @@
-"""The choice of a backend for CUDA tensors: by compute capability, driver and sizes, with the GPU mocked."""
+"""The choice of a backend for CUDA tensors by compute capability, driver and sizes. Most tests mock the GPU."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def test_a_gpu_older_than_the_code_is_refused():
 def test_a_driver_older_than_the_toolkit_is_refused():
     message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
     assert reason_against("8.0", driver=12080) == message
-    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: any driver of CUDA 12
+    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code needs only a driver for CUDA 12
     message = "this GPU needs its PTX compiled by a driver for CUDA 12.8; this is 12.4"
     assert reason_against("10.0", driver=12040, built_with=12080) == message
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks a GPU and the CUDA module: a backend can be chosen but not launched. Of the GPU backends
-    only `state.backend` is available."""
+    """Mocks a GPU on which only `state.backend` is available, and the CUDA module, but no kernels."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
@@ -88,7 +87,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # op, tensors of size n, backend, the smallest n that does not fit
+SIZES = [  # operation, tensors of size n, backend, smallest n that the backend's kernel does not take
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),
@@ -108,7 +107,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
             pytest.skip(reason)
         from moe_kernels.backends import triton
 
-        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx set it to "cpu"
+        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx changed it to "cpu"
     gpu.capability, gpu.backend = capability, backend
     backends._warn_reference.cache_clear()
     assert backends.choose(op, None, *tensors(size - 1)) == backend
@@ -123,7 +122,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
 def test_a_size_that_no_kernel_takes_is_computed_by_the_reference(target, monkeypatch):
-    """With 4097 experts, one too many for CUDA, the automatic choice (CUDA, else the reference) gives correct gates."""
+    """The CUDA kernel takes at most 4096 experts. With 4097 the automatic choice is the reference."""
     monkeypatch.setitem(backends.AUTOMATIC, "cpu", ("cuda", "reference"))
     with running(target):
         x, split, leaf = (torch.randn(shape, device=target.device) for shape in ((2, 3), (1, 4096, 3), (1, 4097, 3)))

@@ -1,4 +1,4 @@
-"""The moebert recipe on BERT checkpoints of transformers: tiny random ones, written by the tests."""
+"""The moebert recipe on tiny random BERT checkpoints, which these tests write with the package transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = "the cat sat on the mat and the rats sat on the cat .\na dog ran and the 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Imports transformers at the first test; an import at collection would slow down all test files."""
+    """Imports transformers before the first test; an import at collection would slow down every run of pytest."""
     global transformers, bert
     import transformers
 
@@ -47,7 +47,7 @@ def tiny_checkpoint(tmp_path_factory):
         torch.manual_seed(0)
         model = transformers.BertForMaskedLM(config)
     for parameter in model.parameters():
-        parameter.data.mul_(5)  # with BERT's initial standard deviation, 0.02, outputs would be nearly equal
+        parameter.data.mul_(5)  # BERT's initial standard deviation, 0.02, would make all outputs nearly equal
     model.save_pretrained(folder)
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder
@@ -69,7 +69,7 @@ def arguments(checkpoint, text, *words):
 
 
 def test_a_dropped_token_is_added_to_no_copy_of_itself():
-    """Only the residual around the layer carries a dropped token, also if the layer has pass_through."""
+    """ExpertFeedForward adds a dropped token once, as the residual, even if its MoE has pass_through."""
     moe = MoE(TopKGate(8, 2, 1), ExpertMLP(2, 8, 4), TokenChoice(0.5), pass_through=True)
     layer, x = bert.ExpertFeedForward(moe, torch.nn.Identity(), torch.nn.Identity()), torch.randn(2, 6, 8)
     y, out = layer(x, torch.zeros(2, 6, dtype=torch.int64))
@@ -79,7 +79,7 @@ def test_a_dropped_token_is_added_to_no_copy_of_itself():
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Seven of the ten sides run; the kernels agree with the reference; the written models load and predict."""
+    """Trains seven of the recipe's ten sides; kernels agree with the reference; the written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The text has 12 different tokens in a fixed order; the student learns it although its teacher is untrained.
+    """Training lowers the bits per masked token of a text with 12 different tokens. The checkpoint is untrained.
 
     Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits.
     """
@@ -135,7 +135,7 @@ def test_loading_a_model_without_its_checkpoint_names_the_folder(checkpoint, tex
 
 @pytest.mark.parametrize("side", ["small", "hash", "balanced", "comet", "hash+"])
 def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
-    """If every expert has every neuron and nothing is trained, the student equals the checkpoint."""
+    """If each expert has every neuron of the dense layer and nothing is trained, the student equals the checkpoint."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=24, share=24, length=10, steps=4, dense_share=0.0,
         lr=0.0, entropy=0.0, zeta=0.0, eval_batch=16, batch_size=8,
@@ -161,8 +161,7 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
 
 
 def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
-    """The layer computes LayerNorm(a + y): a is the attention's output, y the output of the token's expert for a. The
-    hash gate gets the token ids; the dense model is unchanged."""
+    """The layer computes LayerNorm(a + y): a is the attention's output, y the output of the token's expert for a."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
     student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()
@@ -201,7 +200,7 @@ def test_importance_is_by_window_gradients(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """Masks 15 % of every window, never [CLS] or [SEP]; equal masks in every evaluation, random ones in training."""
+    """15 % of a window's tokens are masked, never [CLS] or [SEP]: random ones in training, fixed ones in evaluation."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train
@@ -229,15 +228,14 @@ def test_masked_tokens(checkpoint, text):
 
 
 def test_windows_of_tokens(checkpoint):
-    """Windows cross lines and have [UNK] for unknown words; bytes that are not UTF-8 and an incomplete last window are
-    dropped."""
+    """Windows cross lines. Unknown words become [UNK]; bytes that are not UTF-8 and a part of a window are left out."""
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
-    """Of 1860 bytes 1/20 is for testing and 1/20 for validation; a validation part that is too short is left out."""
+    """The test part, a twentieth of the text, must fill a window; a validation part that does not is left out."""
     whole = load_text(text)
     with pytest.raises(ValueError, match="moebert: expected at least 28 tokens of test text for a window of length 30"):
         MoEBERT(sides=("hash",), bert=str(checkpoint), length=30).splits(whole)
@@ -247,7 +245,7 @@ def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
 
 
 def test_distillation_of_a_checkpoint_resumes_exactly(checkpoint, text, tmp_path):
-    """A run interrupted after the split, with dropout and random masks, gives the numbers of an uninterrupted one."""
+    """Resumes a run that was interrupted after the split, with dropout and random masks."""
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken

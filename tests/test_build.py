@@ -1,4 +1,4 @@
-"""Building: wheels have the requested modules, messages explain why CUDA is built or not, torch is not needed."""
+"""The build: a wheel has the requested modules, messages say why CUDA is left out, and torch is not needed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
     compiler = os.environ.get("CXX", "g++")
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
-    # Only preprocesses (-E), so that every included file must exist, and links nothing.
+    # reading_cxx only preprocesses (-E), so that every included file must exist. It links nothing.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
-    # Compiles and links only the C++ sources of the CUDA module.
+    # cuda_cxx compiles the C++ sources of the CUDA module and links this module. Its other outputs are empty files.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
@@ -46,7 +46,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs the build. By default CPU sources are only read: no kernel is called, and `make build` compiles them."""
+    """Runs Python in the checkout. By default the compiler is reading_cxx, as these tests call no CPU kernel."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "MOE_KERNELS_CUDA")}
     reading = {"CXX": str(checkout / "reading_cxx")}
     return subprocess.run(
@@ -59,7 +59,7 @@ def build(checkout: Path, *command: str, **environment: str) -> subprocess.Compl
 
 
 def wheel(checkout: Path, source: Path, **environment: str) -> set[str]:
-    """File names in the wheel built from `source` with the installed packages, without network or isolation."""
+    """The names of the files in a wheel of `source`, which pip builds without isolation or network."""
     out = checkout / "wheels"
     shutil.rmtree(out, ignore_errors=True)
     pip = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out), str(source))
@@ -81,7 +81,8 @@ def test_a_stale_module_is_not_in_the_wheel(checkout):
 
 def test_a_source_distribution_has_all_files_of_the_build(checkout):
     (checkout / "tests").mkdir()
-    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # setuptools adds no conftest.py
+    # By default setuptools packs tests/test*.py, but no conftest.py.
+    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
     assert done.returncode == 0, done.stderr
     (archive,) = (checkout / "dist").glob("*.tar.gz")
@@ -104,7 +105,7 @@ def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):
 def test_warnings_are_errors_only_in_ci(checkout):
     for ci, strict in (("true", True), ("", False)):
         done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="0", CXX="/bin/false", CI=ci)
-        assert done.returncode != 0  # compiles nothing: only the rules are checked
+        assert done.returncode != 0  # the compiler fails; only the rules of ninja are checked
         (rules,) = (checkout / "build").glob("temp*/build.ninja")
         assert ("-Werror" in rules.read_text()) == strict
 
@@ -118,7 +119,7 @@ def test_a_bad_architecture_is_an_error(checkout):
 
 
 def fake_nvcc(folder: Path, *known: str) -> Path:
-    """A fake nvcc that lists these architectures and compiles nothing."""
+    """A toolkit's folder with an nvcc that lists these architectures and compiles nothing."""
     (folder / "bin").mkdir(parents=True)
     write_program(folder / "bin" / "nvcc", f'[ "$1" = --list-gpu-arch ] && printf "%s\\n" {" ".join(known)}; exit 0')
     return folder
@@ -126,7 +127,7 @@ def fake_nvcc(folder: Path, *known: str) -> Path:
 
 def test_unsupported_architectures_are_dropped_with_a_note(checkout, tmp_path):
     home = fake_nvcc(tmp_path, "compute_75", "compute_80", "compute_90")
-    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # compiles nothing: only the rules are checked
+    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}
     done = build(checkout, "setup.py", "build_ext", TORCH_CUDA_ARCH_LIST="7.0;7.5;8.0 9.0+PTX;15.0", **quick)
     (rules,) = (checkout / "build").glob("temp*/build.ninja")
     assert "arch=compute_80,code=[sm_80] -gencode=arch=compute_80,code=[sm_90,compute_80] -I" in rules.read_text()
@@ -150,8 +151,8 @@ def test_without_a_supported_architecture_cuda_is_built_only_on_request(checkout
 
 
 def compiled_nvcc(home: Path, real: str) -> Path:
-    """An nvcc that checks and records its options and copies the objects that tests/ptx compiled with equal options.
-    It compiles only dispatch.cu, which takes the least time."""
+    """A toolkit's folder with an nvcc that records its options, checks them with --dryrun, and copies the objects that
+    tests/ptx compiled. It compiles only dispatch.cu, which takes the least time."""
     for name, made in cuda_launch.compiled().objects.items():
         if name != "dispatch.cu":
             shutil.copy(made, home / f"{name}.o")
@@ -181,7 +182,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    # By its whole name: test_a_stale_module_is_not_in_the_wheel leaves another module in the folder.
+    # The whole name, as test_a_stale_module_is_not_in_the_wheel leaves another _cuda module in the folder.
     module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed
@@ -195,9 +196,9 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="MMX is x86's")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has MMX registers")
 def test_no_kernel_touches_an_mmx_register():
-    """Without emms after MMX code the x87 unit gives NaN to later code with long double, such as numpy's."""
+    """After MMX code without the instruction emms, long double arithmetic in the same process gives NaN."""
     cpu = pytest.importorskip("moe_kernels._cpu")
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", cpu.__file__], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""MOE_KERNELS_CHECK=1: on a GPU too, indices are checked before a kernel uses them as addresses."""
+"""With MOE_KERNELS_CHECK=1 indices of GPU tensors too are checked before a kernel uses them as addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_kernels.library import dispatch, grouped_gemm
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor with is_cpu False, as GPU tensors have."""
+    """A CPU tensor whose is_cpu is False, as a GPU tensor's is."""
 
     is_cpu = property(lambda self: False)
 
@@ -20,7 +20,7 @@ def on_gpu(*values):
 
 
 X = torch.zeros(2, 4)
-# Part of the error message -> a check that finds an index out of range.
+# By part of the error message: a call that checks indices, one of which is out of range.
 STALE = {
     "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),
@@ -33,7 +33,7 @@ STALE = {
 @pytest.mark.parametrize("said", STALE)
 def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
     monkeypatch.delenv("MOE_KERNELS_CHECK", raising=False)
-    STALE[said]()  # without the check no values are read, so the host does not wait
+    STALE[said]()  # the check is off: on a GPU the host would have to wait for the values
     monkeypatch.setenv("MOE_KERNELS_CHECK", "0")
     STALE[said]()
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
@@ -43,7 +43,6 @@ def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_the_check_comes_before_the_kernel(backend, monkeypatch):
-    """Dispatch, combine and grouped GEMM of both GPU backends raise before any launch."""
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
     monkeypatch.setattr(library.dispatch.backends, "load", lambda *_: pytest.fail("a kernel was called"))
     with pytest.raises(ValueError, match=r"dispatch: plan\.row_token"):

@@ -24,7 +24,7 @@ CPU_ONLY = ["verify", "--backend", "cpu", "--small"]
 
 
 def unsupported(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """Makes a backend, or an operation on every backend, unsupported."""
+    """Makes `word` unsupported: a backend, or an operation on every backend."""
     original = backends.unsupported
     monkeypatch.setattr(
         backends, "unsupported", lambda *args: "no such device" if word in args[:2] else original(*args)
@@ -57,7 +57,7 @@ def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_info_names_a_missing_extension_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "moe_kernels._cuda", None)  # as if it were not built
+    monkeypatch.setitem(sys.modules, "moe_kernels._cuda", None)
     monkeypatch.delattr("moe_kernels._cuda", raising=False)
     name, text = info.extensions()[-1]
     assert name == "_cuda"
@@ -141,7 +141,7 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
 
 
 def test_verify_reports_an_error_raised_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a GPU kernel is reported after the call that launched it, and in all later calls."""
+    """CUDA reports a kernel's error in calls after the launch, such as those of the comparison; verify stops at it."""
 
     def fail(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -214,7 +214,7 @@ def test_error_is_relative_to_the_largest_magnitude() -> None:
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.9, "ok"), (1.1, "FAILED")])
 def test_a_computed_output_may_be_off_by_twice_the_reference_and_the_floor(monkeypatch, off, verdict) -> None:
-    # The float32 reference has an error of 1/8 of the largest value; the floor adds one epsilon to twice that.
+    # The float32 reference is off by 1/8 of the largest value. Allowed: twice this error, plus a floor of one epsilon.
     allowed = 2 / 8 + torch.finfo(torch.float32).eps
 
     def run(inputs, backend):

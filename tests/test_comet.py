@@ -1,4 +1,4 @@
-"""COMET modules against loops over single samples, written from the equations of paper 000."""
+"""The modules of COMET (paper 000); the forward pass against the paper's equations, computed sample by sample."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ def model(p=0.5, seed=0, widths=WIDTHS, **options):
 
 
 def winners(row: list[float], k: int) -> list[bool]:
-    """Whether each number is one of the k largest; of equal ones the lowest indices."""
+    """Whether each number is one of the k largest; of equal numbers those with the lowest indices count as larger."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [i in order[:k] for i in range(len(row))]
 
@@ -30,7 +30,7 @@ def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
 
 
 def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
-    """Eqs. 4 to 8 for one sample at p = 0.3, with Python's floats."""
+    """Output and masks for one sample at p = 0.3, by the paper's equations 4 to 8, in Python's floats."""
     z, masks = x, []
     for layer, hidden in enumerate(net.hidden, 1):
         c = matvec(net.router.get_buffer(f"weight_{layer}"), z)
@@ -96,7 +96,7 @@ def test_inactive_neurons_are_zero_even_with_infinite_values(target, activation)
     first, second = MaskedLinear(3, 40, **given), MaskedLinear(40, 5, **given)
     with torch.no_grad():
         first.bias[:3] = torch.tensor([math.nan, math.inf, -math.inf])
-        second.weight[:, 3] = 1e38  # so that the gradient of neuron 3 is infinite
+        second.weight[:, 3] = 1e38  # the gradient to the output of neuron 3 is infinite
     masks = torch.rand(4, 40) < 0.5, torch.ones(4, 5, dtype=torch.bool)
     masks[0][:, :4] = False
     bits = [pack_bits(mask).to(target.device) for mask in masks]
@@ -214,7 +214,7 @@ def test_dense_twin_has_the_same_weights_and_no_mask():
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_ties_of_a_black_image(ties):
-    """The routing has no bias, so all scores are zero and the tie rule alone decides."""
+    """The routing has no bias, so all scores of a zero input are 0, and only the tie rule decides."""
     masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
     assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
 
@@ -252,7 +252,7 @@ def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
 
 
 def test_a_network_on_meta_gives_shapes():
-    """The meta device has no autocast."""
+    """torch.autocast raises for the meta device, so the modules may not use it there."""
     net, x = model(device="meta"), torch.randn(3, 5, WIDTHS[0], device="meta", requires_grad=True)
     y = net(x)
     assert (y.shape, y.device.type) == ((3, 5, WIDTHS[-1]), "meta")
@@ -317,7 +317,7 @@ def test_utilisation_is_a_count_independent_of_batches():
         parts.update(net.masks(chunk))
         merged.merge(Utilisation().update(net.masks(chunk)))
     expected = [[sum(m[b][i] for b in range(50)) / 50 for i in range(m.shape[1])] for m in masks]
-    merged.merge(Utilisation())  # of no samples
+    merged.merge(Utilisation())
     for counted in (whole, parts, merged):
         assert counted.samples == 50
         assert [share.tolist() for share in counted.share()] == expected
@@ -353,7 +353,7 @@ def test_a_parametrised_layer_is_read_through_its_parametrisation():
     x = torch.randn(5, 6)
     bits = model.router(x)
     with torch.no_grad():
-        model.hidden[0].parametrizations.weight.original0 *= 2  # the norms
+        model.hidden[0].parametrizations.weight.original0 *= 2  # the norms of the rows
         expected = model.output(model.hidden[1](model.hidden[0](x, bits=bits[0]), bits=bits[1]))
     torch.testing.assert_close(model(x, bits), expected)
 

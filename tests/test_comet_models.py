@@ -1,4 +1,4 @@
-"""The other models of paper 000 against results by hand: those compared with COMET, and ViT, Mixer and GPT."""
+"""Models of the COMET paper (000) against formulas written out here: its comparison networks, ViT, Mixer and GPT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mlp(name: str, p: float = 0.5, activation: str = "tanh"):
 
 
 def winners(c: torch.Tensor, k: int) -> torch.Tensor:
-    """Boolean mask of the k largest scores of each row, which must be distinct."""
+    """The mask of the k largest scores of each row; the scores of a row must differ."""
     return (c[:, :, None] < c[:, None, :]).sum(-1) < k
 
 
@@ -102,7 +102,7 @@ def test_mixture_of_whole_mlps(name, activation):
 
 @pytest.mark.parametrize("activation", ["relu", "softplus"])
 def test_mixture_of_whole_mlps_under_autocast(activation):
-    """The output has the bits of a network in bfloat16; parameters and their gradients stay float32."""
+    """The output is bit for bit that of the network in bfloat16; parameters and their gradients stay float32."""
     net = mlp("moe", 0.3, activation)
     with torch.autocast("cpu", torch.bfloat16):
         y = net(X)
@@ -120,7 +120,7 @@ def test_masks_tied_to_examples():
     assert tied[:, :12].all()
     assert tied[:, 12:].float().mean() == pytest.approx(0.3, abs=0.01)
     assert not torch.equal(bernoulli[0], bernoulli[1])
-    with torch.device("meta"):  # another default device: masks are still drawn on the CPU
+    with torch.device("meta"):  # the default device does not change where masks are drawn
         assert unpack_bits(tied_masks(1, 40, 0.0, 12, device), 40).sum() == 12
 
 
@@ -155,7 +155,7 @@ def test_half_of_every_feed_forward_layer_is_active(router_input):
         masks = ffn_masks(net, x)
         assert len(masks) == len(seen) == (4 if isinstance(net, Mixer) else 2)
         for mask, h in zip(masks, seen, strict=True):
-            assert torch.equal(mask, h != 0)  # the tanh of a computed value is never exactly 0
+            assert torch.equal(mask, h != 0)  # no active neuron has a tanh of exactly 0 here
             assert (mask.sum(-1) == h.shape[-1] // 2).all()
 
 
@@ -164,7 +164,7 @@ def test_at_p_one_nothing_is_routed():
         assert net(x).shape == shape
         assert all(mask.all() for mask in ffn_masks(net.eval(), x))
     mask = CometFFN(8, 32, p=1.0).mask(torch.randn(2, 8), torch.ones(2, 1, dtype=torch.int32))
-    assert mask.sum(1).tolist() == [1, 1]  # given bits count, as in forward
+    assert mask.sum(1).tolist() == [1, 1]  # bits that are passed decide at p = 1 too, as in forward
 
 
 def test_patches_are_squares_of_the_image():

@@ -1,5 +1,5 @@
-"""torch.compile of layers of experts: the results and gradients of eager mode. A layer is one graph; if the host draws
-or solves something in training (layers.ON_THE_HOST), it is several, which serve all steps."""
+"""torch.compile of layers of experts gives the results and gradients of eager mode. A layer becomes one graph. Only in
+training, a layer that calls a function which the compiler may not trace (layers.ON_THE_HOST) becomes several graphs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# (layer, training): every layer whose evaluation differs from its training, in evaluation; and in training the layers
-# that test_one_graph_serves_every_number_of_tokens leaves out.
+# (layer, training). In evaluation: all layers but those that compute the same in training. In training: the layers that
+# test_one_graph_serves_every_number_of_tokens leaves out.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]
@@ -30,8 +30,8 @@ def test_a_compiled_layer_is_the_layer(name, training):
     state = copy.deepcopy(made.state_dict())
     expected = found(made, made.parameters())
     made.load_state_dict(state)
-    whole = not training  # in training a decision on the host breaks the graph
-    assert_close(found(torch.compile(made, fullgraph=whole, backend="aot_eager"), made.parameters()), expected)
+    compiled = torch.compile(made, fullgraph=not training, backend="aot_eager")
+    assert_close(found(compiled, made.parameters()), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ON_THE_HOST])
@@ -62,7 +62,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """A new step number causes no recompilation. (After a few recompilations torch runs a function in eager mode.)"""
+    """14 training steps, whose number a layer counts on the host, stay below torch's limit of 8 recompilations."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()
@@ -86,7 +86,7 @@ def test_capacities_are_reckoned_in_the_graph():
 
 
 def test_a_tree_that_may_route_compiles_whole():
-    """Eager mode decides on the host whether to route; a compiled graph uses the dense gate, with the same result."""
+    """In eager mode the host decides whether to route. A compiled graph does not route; the gates are the same."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     gate = mnn.TreeGate(D, E, 2, route=True).eval()

@@ -1,4 +1,4 @@
-"""Constructors of nn raise errors that name the wrong option, before a forward pass would fail."""
+"""Constructors of layers and models refuse wrong options with an error that names the option."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ D, E, IDS = 6, 4, 12
 
 
 def constructors():
-    """By name: a constructor with correct options. Tests override one option with a wrong value."""
+    """By name of a class: its constructor with valid options, of which a test overrides one."""
     softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
     right = {
         "SoftmaxGate": {"dim": D, "num_experts": E},

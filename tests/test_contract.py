@@ -1,4 +1,4 @@
-"""Rules of all operations: choice and explanation of backends, compilation, addresses taken in one place only."""
+"""Rules of all operations: choice and explanation of backends, errors, devices of launches, layout of the sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_importing_needs_torch_alone():
 
 def test_a_requested_backend_never_falls_back():
     x = torch.randn(2, 5, dtype=torch.float64)
-    # With a GPU Triton refuses CPU tensors. Without one tests/ptx executes its kernels on them, but not for float64.
+    # With a GPU, Triton refuses CPU tensors. Without a GPU, conftest.py lets Triton take CPU tensors, but not float64.
     with pytest.raises(mk.BackendError, match=r"kwta: backend 'triton' cannot run here: .*(float64|not on cpu ones)"):
         mk.kwta(x, 2, backend="triton")
     with mk.use_backend("cuda"), pytest.raises(mk.BackendError, match="kwta: backend 'cuda' cannot run here"):
@@ -166,7 +166,7 @@ def test_a_narrower_instruction_set_can_be_requested():
 
 @pytest.fixture
 def current(monkeypatch) -> list[int]:
-    """A list with the number of the current GPU, which the replaced torch.cuda.device changes."""
+    """A list with the number of the current GPU; replaces torch.cuda.device, which changes the number."""
     numbers = [0]
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ def test_cuda_launches_on_the_device_of_its_tensors_and_its_current_stream(curre
     launches = []
     module = SimpleNamespace(kernel=lambda *arguments: launches.append((current[0], *arguments)))
     monkeypatch.setattr(cuda, "module", module)
-    monkeypatch.setattr(cuda, "device_type", "cuda")  # tests/ptx and tests/simt set it to "cpu"
+    monkeypatch.setattr(cuda, "device_type", "cuda")  # tests/ptx and tests/simt change it to "cpu"
 
     def current_stream(device=None):
         return SimpleNamespace(cuda_stream=100 + (current[0] if device is None else device.index))

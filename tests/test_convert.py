@@ -1,4 +1,4 @@
-"""Experts converted from and to other layouts give the outputs of the original modules."""
+"""Experts converted from another layout compute what the original modules do; converted back, the weights are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ E, D, H, OUT, T = 3, 6, 5, 4, 10
 
 
 class Mixtral(nn.Module):
-    """An expert as transformers had it before version 5."""
+    """An expert of Mixtral as in transformers before version 5."""
 
     def __init__(self, bias):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The CPU kernels under the address and undefined-behaviour sanitizers: every buffer is allocated to the byte."""
+"""The CPU kernels under the address and undefined-behaviour sanitizers, on buffers of exactly the size of a tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 
-# Not AVX-512, as sanitizers do not see its masked loads and stores. By instruction set only simd.h, lanes.h, pairs.h
-# and tiles.h differ.
+# Not AVX-512, because the sanitizers do not check its masked loads and stores. The instruction sets have different
+# source code only in simd.h, lanes.h, pairs.h and tiles.h.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
@@ -53,7 +53,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # 512 fills whole mask words, so scratch memory has no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # the mask of 512 logits fills whole words, so scratch has no padding
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -62,7 +62,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
-    refused = "CUDA error 1$"  # how the executor of tests/simt reports status 1, also of CPU kernels
+    refused = "CUDA error 1$"  # tests/simt prints this if a launcher returns 1, even one of a CPU kernel
     for index in (2, -2, 2**31 - 1):
         with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
             mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")
@@ -91,7 +91,7 @@ def test_tree_gate(sanitized, dtype):
             torch.testing.assert_close(gates, expected)
             (gates.float().square().sum() + probs.float().square().sum()).backward()
         assert all(each.grad.isfinite().all() for each in arguments.values())
-        if dtype != torch.bfloat16:  # rounding to bfloat16 may decide between leaves that are nearly equally likely
+        if dtype != torch.bfloat16:  # rounding to bfloat16 can change which of two almost equal leaves is chosen
             for gamma in (1e-6, 4.0):
                 got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
@@ -99,7 +99,7 @@ def test_tree_gate(sanitized, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_tree_products(sanitized, dtype, monkeypatch):
-    for name in ("OVERHEAD", "PACKING"):  # so that products are skipped for as few tokens as here
+    for name in ("OVERHEAD", "PACKING"):  # with costs of 0, few tokens suffice to skip products
         monkeypatch.setattr(tree_gate_products_cpu, name, 0)
     for tokens, dim, trees, experts in ((300, 33, 2, 48), (600, 16, 1, 100)):
         arguments = {name: each.to(dtype).requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
@@ -113,7 +113,8 @@ def test_tree_products(sanitized, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sinkhorn(sanitized, dtype):
     for batch, n in ((1, 1), (35, 4), (3, 5), (33, 16), (2, 17)):
-        scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]  # for each form of the kernel
+        # The kernel has several forms, and the range of the scores decides which one runs.
+        scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]
         scores = (scales * torch.randn(batch, n, n + 1)).to(dtype)[..., :n].requires_grad_()
         p = mk.sinkhorn(scores, 3, backend="cpu")
         expected = mk.sinkhorn(scores, 3, backend="reference")
@@ -149,9 +150,9 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
-            with torch.no_grad():  # -1 is no choice; for expert_mlp_of_choices so is any number >= experts
+            with torch.no_grad():  # -1 is no choice, and in expert_mlp_of_choices neither is a number >= experts
                 choices = torch.randint(-1, experts + 1, (tokens, 2))
-                choices[choices == experts] += 2**32 - experts if small else 0  # 2**32 would be expert 0 in 32 bits
+                choices[choices == experts] += 2**32 - experts if small else 0  # in 32 bits 2**32 would be expert 0
                 given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")
                 y = expert_mlp_of_choices(experts=choices, num_experts=experts, activation=activation, **leaves)
                 assert torch.equal(y, mk.expert_mlp(plan=given, activation=activation, backend="cpu", **leaves))
@@ -164,7 +165,7 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             out = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="cpu")
             out.float().sum().backward()
             expected = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="reference")
-            # torch may round a 16-bit product before its activation, so the result is rounded twice.
+            # If torch multiplies, a 16-bit product may be rounded before the activation, and the result again.
             allowed = (2 if dtype == torch.bfloat16 else 16) * torch.finfo(dtype).eps
             assert relative_error(out, expected) <= allowed
             mk.grouped_gemm(leaf, weight, plan.expert_offsets, row_token=plan.row_token, backend="cpu").sum().backward()

@@ -1,4 +1,4 @@
-"""Loaders, on files written here byte by byte, and on the published sets if they are available."""
+"""The loaders of data sets, on small files that these tests write, and on published files if they are available."""
 
 import gzip
 import io
@@ -132,7 +132,7 @@ def test_cifar10_python_batches_of_both_pythons(tmp_path):
 
 
 def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
-    """A pickle as Python 2 and its numpy wrote it: byte strings, numpy.core.multiarray."""
+    """A batch as Python 2 pickled it: with byte strings, and with the old name numpy.core.multiarray."""
 
     def text(s: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(s)) + s
@@ -162,7 +162,7 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled batch whose array has a given shape, dtype and state."""
+    """A pickled batch: numpy allocates `shape` elements, then makes them one row of 3072 with this dtype and state."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
@@ -174,7 +174,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
     ("batch", "message"),
     [
         (reduced(0, b"O8", b"]"), "array that is not of bytes"),
-        (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # without an allocation of 2 GiB
+        (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # must not allocate 2 GiB
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "its memo index is 2147483647"),
         (b"\x80\x02" + b"(" * 3 + b"cbuiltins\neval\n.", "contains builtins.eval"),
         (pickle.dumps({b"data": [1, 2], b"labels": [1]}), "expected an array, got list"),
@@ -339,8 +339,8 @@ def damaged_zip(method: int, start: int, rubbish: bytes) -> bytes:
     [
         damaged_zip(zipfile.ZIP_BZIP2, 45, bytes(30)),
         damaged_zip(zipfile.ZIP_LZMA, 50, bytes(30)),
-        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # flag "encrypted" in the directory of the archive
-        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # offset of the directory: 0
+        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # sets the flag "encrypted" in the archive's directory
+        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # sets the offset of the directory to 0
     ],
     ids=["bzip2", "lzma", "encrypted", "moved"],
 )
@@ -352,7 +352,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # load skips such a file in a folder
+    with pytest.raises(ValueError, match="found none"):  # in a folder, load skips an .npz that is damaged
         load(tmp_path)
 
 
@@ -497,13 +497,13 @@ def test_published_mnist():
     data = load(shared("t10k-images-idx3-ubyte.gz"))
     assert (data.train_x.shape, data.test_x.shape) == ((60000, 784), (10000, 784))
     counts = torch.cat([data.train_y, data.test_y]).bincount().tolist()
-    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # images of each digit, of all 70,000
+    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # images of each digit
 
 
 def test_published_cifar10_jpegs():
     data = load(shared("cifar10_jpeg_25k.npz"))
     assert (data.train_x.shape, data.test_x.shape, data.classes) == ((20000, 3072), (5000, 3072), CIFAR10_CLASSES)
     assert data.train_y.bincount().tolist() == [2000] * 10
-    # The mean colour of CIFAR-10's training images is (0.491, 0.482, 0.447) of white.
+    # The mean colour of CIFAR-10's training images, relative to white.
     mean = (data.train_x.view(-1, 3, 1024).mean((0, 2)) + 1) / 2
     torch.testing.assert_close(mean, torch.tensor([0.491, 0.482, 0.447]), rtol=0, atol=0.01)

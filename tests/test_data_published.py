@@ -1,4 +1,4 @@
-"""SARCOS, Jester and Books from files in their published formats, written here."""
+"""The loaders of SARCOS, Jester and Books, on small files that these tests write in the published formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_kernels import data
 
 
 def mat(folder, **changed):
-    """Writes the two files of SARCOS, small: 21 inputs and 7 torques a row."""
+    """Writes the two files of SARCOS with few rows, each of 21 inputs and 7 torques, and returns them as arrays."""
     io = pytest.importorskip("scipy.io", reason="scipy is not installed")
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     draw = numpy.random.default_rng(0)
@@ -54,13 +54,13 @@ def test_a_wrong_sarcos_file_is_an_error(tmp_path, name, content, message):
 
 
 def pairs(found):
-    """(user, item, watched) -> rating, for all rows."""
+    """The rating of every row by (user, item, watched)."""
     columns = [torch.cat(each).tolist() for each in zip(found.train, found.test, strict=True)]
     return {(u, m, w): r for u, m, w, r in zip(*columns, strict=True)}
 
 
 def test_jester_from_its_file(tmp_path):
-    """The set has every rating and as many unrated jokes; users who rated all jokes are left out."""
+    """The loader adds an unrated joke for every rating, and leaves out users who rated 90 % of the jokes or more."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     everything = {(9, joke): 1.0 for joke in range(1, 20)}
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
@@ -87,10 +87,10 @@ def test_jester_from_its_file(tmp_path):
 
 
 def test_books_from_its_file(tmp_path):
-    """The loader removes users and books with fewer than five records, until all have five."""
+    """The loader removes users and books with fewer than five records, repeatedly, until all others have five."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
-    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader
+    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # the loader removes these books, then user 99
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     with pytest.raises(ValueError, match="one user has 6 ratings, and there are 6 items"):
@@ -101,7 +101,7 @@ def test_books_from_its_file(tmp_path):
     assert (found.name, found.num_users, found.num_movies) == ("books", 13, 12)
     every = pairs(found)
     assert every[0, 0, 1.0] == 10
-    assert every[1, 0, 1.0] == 0  # read without a rating
+    assert every[1, 0, 1.0] == 0  # the user read the book, but gave no rating
     assert sum(watched for _, _, watched in every) == 7 * 6 + 6 * 6
     (tmp_path / "BX-Book-Ratings.csv").write_text("x" * 200_000)  # longer than csv's limit of a field
     with pytest.raises(ValueError, match=r"BX-Book-Ratings\.csv: expected a user, a book and a rating"):

@@ -1,4 +1,4 @@
-"""Paper 001's sets of images, read from files that these tests write in the formats of the sets."""
+"""The loaders of the image sets of paper 001 (tree COMET), on small files that these tests write."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ def write_svhn(folder, *parts, **changed):
 
 
 def pixels(x):
-    """The bytes of images in [-1, 1]."""
+    """Images in [-1, 1] as bytes from 0 to 255."""
     return ((x + 1) * 127.5).round().byte()
 
 
@@ -31,7 +31,7 @@ def test_svhn_from_its_files(tmp_path):
     written = write_svhn(tmp_path, "train", "test")
     found = data.load(tmp_path)
     assert str(found) == "svhn: 30 training and 20 test images (3, 32, 32)"
-    assert found.classes[int(found.test_y[9])] == "0"  # stored as label 10
+    assert found.classes[int(found.test_y[9])] == "0"  # the file has label 10 for the digit 0
     assert found.test_y[:3].tolist() == [1, 2, 3]
     image = pixels(found.test_x[7]).view(3, 32, 32)
     assert image[2, 5, 11] == written["test"]["X"][5, 11, 2, 7]
@@ -45,7 +45,7 @@ def test_mnist_and_svhn_in_one_folder_are_mixed(tmp_path):
     (mnist_x, _), _ = write_mnist(tmp_path, 12, 4, (28, 28)).values()
     svhn = write_svhn(tmp_path, "train", "extra", "test")
     found = data.load(tmp_path)
-    count = round(100 * 75_000 / 630_420)  # test images among the 100 of SVHN: paper 001's share
+    count = round(100 * 75_000 / 630_420)  # the paper tests on 75,000 of SVHN's 630,420 images; here SVHN has 100
     assert found.name == "digits of MNIST and SVHN"
     assert (len(found.train_y), len(found.test_y)) == (12 + 100 - count, 4 + count)
     framed = pixels(found.train_x[3]).view(3, 32, 32)
@@ -87,7 +87,7 @@ def test_multi_mnist_lays_two_images_over_each_other(tmp_path):
     assert str(found) == (
         "multimnist: 100 training, 20 validation and 20 test images (1, 14, 14), 2 tasks of 10 classes"
     )
-    x, y = torch.from_numpy(x), torch.from_numpy(y)  # of the test set, in which image i has label i
+    x, y = torch.from_numpy(x), torch.from_numpy(y)  # the test set, whose image i has label i
     for image, (first, second) in zip(found.test[0], found.test[1].tolist(), strict=True):
         assert first != second
         canvas = torch.zeros(14, 14, dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""dispatch: rows bit for bit, gradients by the transposed one-hot, on every backend."""
+"""dispatch: rows equal the reference bit for bit; gradients are those of a product with a one-hot in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
-    """Plans with dropped choices, tokens or experts without rows, unused rows, or no rows."""
+    """Plans by kind: with dropped choices, tokens or experts without rows, unused rows, no rows, or none of these."""
     experts = torch.randint(-1, 5, (23, 3), device=device)
     scores = torch.rand(23, 5, device=device)
     seldom = torch.where((scores[:, :3] < 0.3) & (experts != 2), experts, -1)
@@ -33,7 +33,7 @@ def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
 
 
 def dense(plan: mk.RoutingPlan) -> torch.Tensor:
-    """The plan as a one-hot (R, T, K) in float64."""
+    """The plan as a one-hot tensor (R, T, K) in float64 on the CPU: 1 where the row belongs to the token's choice."""
     hot = torch.zeros(plan.num_rows, plan.num_tokens, plan.num_choices, dtype=torch.float64)
     used = int(plan.expert_offsets[-1])
     hot[torch.arange(used), plan.row_token[:used].long().cpu(), plan.row_choice[:used].long().cpu()] = 1
@@ -83,7 +83,7 @@ def test_views_are_read_in_place(target):
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_and_what_lies_around_them(target, kind, dtype):
-    """Several programs share a row, the last one's part is partial; NaN on all sides of x and of the gradient."""
+    """x and the gradient are surrounded by NaN, which must have no effect for any length of a row."""
     plan = plans(target.device)[kind]
     for dim in (3, 300, 4100) if target.interpreted else (3, 300, 2500, 4100, 9000):
         x = framed(torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)).requires_grad_()
@@ -115,14 +115,14 @@ def test_derivatives_in_float64(backend, kind):
 def test_large_outputs_and_threads():
     experts = torch.randint(0, 8, (4000, 4))
     plan = mk.make_plan(experts, 8, capacity=1900)
-    x = torch.randn(4000, 512)  # 31 MB of rows: stores bypass the cache
+    x = torch.randn(4000, 512)  # with AVX2 or AVX-512, stores of 31 MB of rows bypass the cache
     expected = mk.dispatch(x, plan, backend="reference")
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(mk.dispatch(x, plan, backend="cpu"), expected)
-            # Rows of 280 elements have 17 and a half cache lines, 17 MB in all.
+            # Rows that are no multiple of a cache line cannot bypass the cache.
             for part in (slice(3, None), slice(280)):
                 assert torch.equal(mk.dispatch(x[:, part], plan, backend="cpu"), expected[:, part])
     finally:

@@ -24,7 +24,6 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def program(page: Path) -> str:
-    """All Python blocks of a page as one program."""
     return "\n".join(CODE.findall(page.read_text()))
 
 
@@ -32,7 +31,6 @@ def program(page: Path) -> str:
     "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
 )
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """Runs the code in an empty folder, in a process of its own."""
     program_file = tmp_path / "tutorial.py"
     program_file.write_text(program(page))
     run = [sys.executable, str(program_file)]
@@ -50,7 +48,7 @@ def test_the_examples_of_a_page_run(page: Path) -> None:
 def test_every_public_function_has_a_page() -> None:
     other = {"BackendError", "available_backends", "explain", "use_backend", "__version__"}
     assert _documented("operations/*.md") == set(mk.__all__) - other
-    other = {"ACTIVATIONS", "convert", "schedules"}  # a table, and modules whose functions the page lists
+    other = {"ACTIVATIONS", "convert", "schedules"}  # a dict, and two modules whose functions the page lists
     assert _documented("guide/layers.md") == set(nn.__all__) - other
 
 
@@ -70,7 +68,7 @@ def _documented(pages: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built documentation; warnings are errors."""
+    """The folder of the documentation, built with warnings as errors."""
     folder = tmp_path_factory.mktemp("html")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(folder)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=240, env=_environment())
@@ -100,7 +98,7 @@ def test_the_links_of_the_documentation_resolve(site: Path) -> None:
         for target in links.targets:
             place, _, name = target.partition("#")
             if not target or re.match(r"[a-z]+:|//", target):
-                continue  # no target, or an external one
+                continue  # the link has no target, or leaves the documentation
             path = (page.parent / unquote(place.partition("?")[0])).resolve() if place else page
             if not path.exists() or (path in pages and unquote(name) not in pages[path].names):
                 broken.append(f"{page.relative_to(site)}: {target}")

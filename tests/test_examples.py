@@ -1,4 +1,4 @@
-"""The examples in docstrings: every public function and layer has one, and its output is the one shown."""
+"""Every public function and class has an example in its docstring, which prints the output that the docstring shows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import moe_kernels as mk
 from moe_kernels import nn
 from moe_kernels.nn import convert, schedules
 
-# Names defined for an example: torch, mk and those of `from moe_kernels.nn import *`.
+# The names that are defined before an example runs.
 NAMES = {"torch": torch, "mk": mk, **{name: getattr(nn, name) for name in nn.__all__}}
 
 
 def public() -> dict[str, Any]:
-    """Public functions and classes by name, without those of python_ref."""
+    """The public functions and classes of moe_kernels, by name."""
     found = {f"mk.{name}": getattr(mk, name) for name in mk.__all__}
     found |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__}
     for module in (convert, schedules):

@@ -1,4 +1,4 @@
-"""The expert MLP: values and gradients against a float64 sum over tokens, choices and experts, on every backend."""
+"""expert_mlp: values and gradients against its definition in float64, a sum over the kept choices of each token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KINDS = dict(zip(plans(), ("gelu", "swiglu", "relu", "silu", "geglu", "tanh", "g
 
 
 def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation="gelu"):
-    """The definition in float64 on the CPU: every expert on every token, then the sum over kept choices."""
+    """The definition: the outputs of every expert for every token, then the sum over kept choices."""
     pre = torch.einsum("td,edh->teh", x, w_in) + (0 if b_in is None else b_in)
     out = torch.einsum("teh,ehd->ted", ACTS[activation](pre), w_out) + (0 if b_out is None else b_out)
-    y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # gradients also with an empty plan
+    y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # so that gradients exist if the plan is empty
     bounds = plan.expert_offsets.tolist()
     for row in range(bounds[-1]):
         expert = next(e for e in range(plan.num_experts) if bounds[e] <= row < bounds[e + 1])
@@ -36,7 +36,7 @@ def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation=
 
 
 def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_bias=True):
-    # No size or product of sizes is a multiple of 16, so that Triton reuses the kernels of test_grouped_gemm.py.
+    # No default size and no product of two is a multiple of 16, so Triton reuses the kernels of test_grouped_gemm.py.
     width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
     experts = plan.num_experts
     leaves = {
@@ -50,9 +50,9 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# float16 uses the code of bfloat16: one case with biases, and a gated one without.
+# float16 has only two cases, with biases and gated without biases, because it runs the code of bfloat16.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# Triton compiles three kernels for an activation and dtype: most kinds of plan run in one dtype, two kinds in two.
+# Triton compiles three kernels for each activation and dtype, so it runs most kinds of plan in one dtype, two in two.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -61,10 +61,10 @@ COMPILED += [("dropped", torch.float16)]
 def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     skip_unsupported(target, dtype, OP)
     if target.compiles and (kind, dtype) not in COMPILED:
-        pytest.skip("Triton has this plan and this activation in another dtype")
+        pytest.skip("Triton runs this plan and this activation in another dtype, to save compilations")
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
-    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # must have no effect
+    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # dropped choices
     got = judged(
         target,
         dtype,
@@ -72,7 +72,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         partial(dense, plan, activation=activation),
         leaves,
         torch.randn(plan.num_tokens, 10).to(dtype),
-        floor=2.0,  # 1 for the result, 1 as the hidden layer, its gradient and the weighted gradient are rounded too
+        floor=2.0,  # 1 for the result, 1 because the hidden layer and intermediate gradients are rounded too
     )
     assert not got["weights"][plan.slot_row < 0].any()
 
@@ -80,7 +80,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(kind, dtype, tiles, monkeypatch):
-    """torch multiplies, as on the CPU with few rows of large experts; tiles: as if the processor had AMX."""
+    """torch multiplies, as it does on the CPU for large experts with few rows. tiles: as if the CPU had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), kind, dtype)
@@ -106,7 +106,8 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """db_out = sum of w dy: 4000 weights sum to 4011.7, which bfloat16 rounds to 4016. Each alone rounds to 1."""
+    """The gradient to b_out is the sum of the gate weights. 4000 of them sum to 4011.7, which bfloat16 rounds to 4016;
+    weights that were rounded before would sum to 4000."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000
@@ -121,7 +122,7 @@ def test_gate_weights_are_not_rounded_for_the_bias(target):
 
 
 def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
-    """In a graph that was captured without gradients, backward recomputes the hidden layer."""
+    """If forward did not keep the hidden layer, as in a graph captured without gradients, backward recomputes it."""
     plan = plans("cpu")["dropped"]
     leaves = leaves_of(plan, torch.float32, "cpu", "swiglu")
     given = [leaves[name].requires_grad_() for name in ("x", "weights", "w_in", "w_out", "b_in", "b_out")]
@@ -140,8 +141,7 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """Gradients have the layout of their weights, as registered for torch.compile, and equal those with contiguous
-    weights. Gate weights are not contiguous either."""
+    """Gradients have the strides of transposed weights, as torch.compile expects. Gate weights are transposed too."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
@@ -150,7 +150,7 @@ def test_weights_of_either_layout(target):
     other["weights"] = leaves["weights"].t().contiguous().t()
     other = {name: each.requires_grad_() for name, each in other.items()}
     grad = torch.randn(plan.num_tokens, 10)
-    expected = results(lambda **given: mk.expert_mlp(plan=plan, backend=target.backend, **given), leaves, grad)
+    expected = results(partial(mk.expert_mlp, plan=plan, backend=target.backend), leaves, grad)
     y = mk.expert_mlp(plan=plan, backend=target.backend, **other)
     got = dict(zip(other, torch.autograd.grad(y, list(other.values()), grad.to(y.device, dtype)), strict=True))
     for name, value in got.items():
@@ -164,7 +164,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
     leaves = leaves_of(plan, dtype, target.device, "relu", hidden=0)
     grad = torch.randn(plan.num_tokens, 10)
     got, expected = (
-        results(lambda backend=backend, **given: mk.expert_mlp(plan=plan, backend=backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=plan, backend=backend), leaves, grad)
         for backend in (target.backend, "reference")
     )
     assert expected["weights"].any()
@@ -173,13 +173,13 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_an_infinite_gradient_of_one_token(target):
-    """No kernel multiplies the infinity by zeros of padding (NaN): gate weights have the reference's gradients."""
+    """Gate weights get the reference's gradients: infinity is not multiplied by zeros of a kernel's padding (NaN)."""
     plan, dtype = plans(target.device)["dropped"], finest(target, OP)
     leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])
     grad[token, 3] = math.inf
     got, expected = (
-        results(lambda backend=backend, **given: mk.expert_mlp(plan=plan, backend=backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=plan, backend=backend), leaves, grad)
         for backend in (target.backend, "reference")
     )
     assert expected["weights"].isposinf().any()
@@ -187,7 +187,7 @@ def test_an_infinite_gradient_of_one_token(target):
 
 
 def test_a_row_of_no_token_is_a_choice_without_weight(target):
-    """plan.row_token may be -1 amid the rows in use; the gradient to the weight of that choice is 0."""
+    """A row in use may belong to no token: plan.row_token is -1. The gradient to the weight of its choice is 0."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
     row = int(plan.expert_offsets[-1]) // 2
@@ -196,7 +196,7 @@ def test_a_row_of_no_token_is_a_choice_without_weight(target):
     none[row], slots[choice] = -1, -1
     leaves["weights"][choice] = 0
     got, expected = (
-        results(lambda made=made, **given: mk.expert_mlp(plan=made, backend=target.backend, **given), leaves, grad)
+        results(partial(mk.expert_mlp, plan=made, backend=target.backend), leaves, grad)
         for made in (replace(plan, row_token=none, slot_row=slots), plan)
     )
     assert got["weights"][choice] == 0
@@ -215,8 +215,8 @@ def test_float32_gates_weigh_bfloat16_experts(target):
 
 
 def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
-    """Experts are the identity. bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and cannot represent
-    (1 + 2^-7)^2."""
+    """Both experts compute relu(x). bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and does not have
+    the number (1 + 2^-7)^2."""
     plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
     x = torch.zeros(1, 16, dtype=torch.bfloat16, device=target.device)
     x[0, 0] = 1 + 2**-7
@@ -233,7 +233,7 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
 
 
 def test_little_is_saved():
-    """Backward keeps x, the pre-activation, gates, plan and parameters; not the hidden layer or the second product."""
+    """Except for the arguments, forward saves only one floating-point tensor for backward: the pre-activation."""
     plan = mk.make_plan(torch.randint(0, 8, (100, 2)), 8)
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
     saved: list[torch.Tensor] = []
@@ -268,8 +268,8 @@ def test_flops_are_counted():
             mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
         counted.append(counter.get_total_flops())
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
-    moving = 2 * rows * 10 + rows * 14  # combine in forward; summing the rows of the gradient to x
-    bias = 2 * rows * 10  # gradient to b_out; as much for the term of b_out in the gradient to the gates
+    moving = 2 * rows * 10 + rows * 14  # combine in forward, and in backward the sum of rows to the gradient of x
+    bias = 2 * rows * 10  # the gradient to b_out; the term of b_out in the gradient to the gate weights takes as much
     least = 3 * products + moving + bias  # also without a gradient to w_out: the kernel of b_out's computes both
     assert counted == [least + bias, least, least]
 
@@ -301,7 +301,7 @@ def test_bad_input_is_named():
 def test_one_launch_gives_the_bits_of_three(kind, dtype, monkeypatch):
     plan, activation, found = plans("cpu")[kind], KINDS[kind], []
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, dtype, "cpu", activation).items()}
-    for most in (grouped_gemm_cpu.AT_ONCE, -1):  # -1: no layer is small enough for one launch
+    for most in (grouped_gemm_cpu.AT_ONCE, -1):  # with -1 no layer is small enough for a single launch
         monkeypatch.setattr(grouped_gemm_cpu, "AT_ONCE", most)
         y = mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), leaves.values())))

@@ -1,4 +1,4 @@
-"""expert_norms: values and gradients against all (T, E, D) outputs in float64, and the peak memory."""
+"""expert_norms: values and gradients against the norms of all (T, E, D) outputs in float64; peak memory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# tokens, experts, dim, hidden, dout; 131 outputs are more than a tile has columns
+# tokens, experts, dim, hidden, dout; 131 columns do not fit into a tile of a GPU kernel
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# Triton compiles five kernels for a case. In these cases each activation, bias and width of elements occurs.
+# Triton compiles five kernels for a case. These cases have each form and each dtype.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -50,17 +50,17 @@ COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, dtype):
     skip_unsupported(target, dtype, OP)
     if target.compiles and (activation, with_bias, dtype) not in COMPILED:
-        pytest.skip("Triton has each activation, bias and width of elements in other cases")
+        pytest.skip("Triton runs this form in another dtype, to save compilations")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # floor: 1 for the result, 1 as experts' outputs and gradients of outputs and hidden layers are rounded too.
+    # floor: 1 for the result, 1 because experts' outputs and intermediate gradients are rounded too.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch):
-    """torch multiplies, as on the CPU with few rows of large experts; tiles: as if the processor had AMX."""
+    """torch multiplies, as it does on the CPU for large experts with few rows. tiles: as if the CPU had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), activation, with_bias, dtype)
@@ -68,27 +68,24 @@ def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
-    """If tensors of all experts are too large, groups of two experts are used, here with a last group of one."""
+    """If tensors of all experts are too large, GPU backends compute groups of experts: here of two, the last of one."""
     skip_unsupported(target, dtype, OP)
     if target.compiles and dtype == torch.float32:
-        pytest.skip("how experts are grouped does not depend on the dtype, and it is a dozen kernels to compile")
+        pytest.skip("bfloat16 tests the groups, and a second dtype takes a dozen compilations")
     leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
     grad = torch.randn(SIZES[:2]).to(dtype)
-
-    def found():
-        return results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, grad)
-
-    whole = found()
-    monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * SIZES[3])
+    call = partial(mk.expert_norms, backend=target.backend)
+    whole = results(call, leaves, grad)
+    monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * max(SIZES[2:]))
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    for name, each in found().items():
+    for name, each in results(call, leaves, grad).items():
         exact = name != "x"  # the gradient to x is a sum over groups, and each term is rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
 
 
 def test_biases_that_start_anywhere(target):
     if target.backend == "triton":
-        pytest.skip("Triton itself specialises kernels by alignment")
+        pytest.skip("Triton compiles a kernel for each alignment itself")
     leaves = leaves_of(finest(target), target.device, "gelu", 9, 3, 16, 24, 16)
     moved = leaves | {name: behind_one(leaves[name]) for name in ("b_in", "b_out")}
     got, expected = (mk.expert_norms(**each, activation="gelu", backend=target.backend) for each in (moved, leaves))
@@ -99,10 +96,7 @@ def test_each_gradient_alone_is_the_same(target):
     dtype = DTYPES[1]
     skip_unsupported(target, dtype, OP)
     leaves, grad = leaves_of(dtype, target.device, "gelu", *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
-
-    def call(**given):
-        return mk.expert_norms(backend=target.backend, activation="gelu", **given)
-
+    call = partial(mk.expert_norms, backend=target.backend, activation="gelu")
     together = results(call, leaves, grad)
     for name, each in each_alone(call, leaves, grad).items():
         torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
@@ -111,8 +105,8 @@ def test_each_gradient_alone_is_the_same(target):
 def test_the_gradient_at_zero_is_zero(target):
     dtype = torch.bfloat16
     leaves = leaves_of(dtype, target.device, "relu", 6, 2, 8, 8, 4, with_bias=False)
-    leaves["x"][2] = 0  # both norms of token 2 are zero
-    got = results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, torch.ones(6, 2))
+    leaves["x"][2] = 0  # without biases both norms of token 2 are 0
+    got = results(partial(mk.expert_norms, backend=target.backend), leaves, torch.ones(6, 2))
     assert not got["out"][2].any()
     assert not got["x"][2].any()
     assert all(each.isfinite().all() for each in got.values())
@@ -122,17 +116,17 @@ def test_the_gradient_at_zero_is_zero(target):
 
 
 def test_a_norm_whose_squares_are_too_small_is_zero(target):
-    """Experts have a single output, 6e-29, and float32 cannot represent its square."""
+    """Each expert has a single output, 6e-29, whose square is 0 in float32."""
     leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
     leaves = {name: each.to(target.device, torch.bfloat16) for name, each in leaves.items()}
     grad = torch.ones(2, 2, device=target.device)
     for backend in (target.backend, "reference"):
-        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, grad)
+        got = results(partial(mk.expert_norms, backend=backend), leaves, grad)
         assert not any(each.any() for each in got.values())
 
 
 def test_an_infinite_output_has_an_infinite_norm(target):
-    """A tile's columns beyond those of the weight must not count: infinity times their zeros is NaN."""
+    """A kernel pads w_out with columns of zeros. Infinity times zero is NaN, which must not reach the norm."""
     x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 10)
     b_in = torch.zeros(2, 8)
     b_in[1, 5] = math.inf
@@ -144,12 +138,12 @@ def test_an_infinite_output_has_an_infinite_norm(target):
 
 
 def test_small_float16_outputs_have_finite_gradients(target):
-    """1 / norm exceeds float16's range, the gradient of the norm does not."""
+    """1 / norm is larger than any float16 number; the gradients are not."""
     skip_unsupported(target, torch.float16, OP)
     leaves = {"x": torch.ones(2, 8), "w_in": torch.full((1, 8, 8), 0.125), "w_out": torch.full((1, 8, 8), 2.0**-22)}
     leaves = {name: each.to(target.device, torch.float16) for name, each in leaves.items()}
     got, expected = (
-        results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 1))
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(2, 1))
         for backend in (target.backend, "reference")
     )
     for name in ("out", "w_out"):
@@ -158,7 +152,7 @@ def test_small_float16_outputs_have_finite_gradients(target):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_gradients_of_experts_are_added_up_in_float32(backend):
-    """In bfloat16 1 + 2^-9 is 1, but 1 + 4 * 2^-9 is 1 + 2^-7; on a CPU experts are computed one by one."""
+    """The CPU computes one expert after the other. In bfloat16 1 + 2^-9 is 1, but 1 + 4 * 2^-9 is 1 + 2^-7."""
     x, w_in = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True), torch.full((5, 1, 1), 2.0**-9).bfloat16()
     w_in[0] = 1
     s = mk.expert_norms(x, w_in, torch.ones_like(w_in), backend=backend)
@@ -197,9 +191,7 @@ def test_derivatives_in_float64(backend, activation):
 def test_empty_and_thin(sizes):
     leaves = leaves_of(torch.float32, "cpu", "relu", *sizes)
     got, expected = (
-        results(
-            lambda backend=backend, **given: mk.expert_norms(backend=backend, **given), leaves, torch.ones(sizes[:2])
-        )
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(sizes[:2]))
         for backend in ("cpu", "reference")
     )
     for name in got:
