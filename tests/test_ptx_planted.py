@@ -141,7 +141,7 @@ def test_every_deleted_barrier(name, backend):
     [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0), ("sinkhorn_log_bwd", 0), ("topk_gate_bwd", 0)],
 )
 def test_every_deleted_barrier_of_a_warp(name, needless):
-    """tests/ptx runs the lanes of a warp together. Without the barrier values stay right, and only the race check fails."""
+    """tests/ptx runs the lanes of a warp together: without the barrier values stay right, but the race check fails."""
     with on("cuda"):
         expected, result = launched(name, "cuda")
         lines = plant.executed(result, r"bar\.warp\.sync")
@@ -221,7 +221,7 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Turns one xor at a time into an or; some compute addresses of swizzled shared memory. At least one edit must show."""
+    """Turns one xor at a time into an or. Some compute addresses of swizzled shared memory: at least one edit shows."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")

@@ -138,8 +138,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """route=False evaluates all 15 nodes and 16 leaves, route=True the 4 nodes and the leaf of one path. Predictions are
-    the same."""
+    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf; the predictions are the same."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
