@@ -10,24 +10,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGETS, Target, reason_to_skip, running
+from test_tree_gate import on_every_target
 
 import moe_kernels as mk
 from moe_kernels import backends
 
 INF, NAN = math.inf, math.nan
 TAUS = (1.0, 0.1, 1e-3, 1e-5, 1e-7)
-REFERENCE = Target("reference", "reference", "cpu")
 
-
-@pytest.fixture(params=[REFERENCE, *TARGETS], ids=lambda target: target.id)
-def target(request):
-    reason = backends.missing(request.param.backend, "sinkhorn")
-    if reason is None and request.param is not REFERENCE:
-        reason = reason_to_skip(request.param, "sinkhorn")
-    if reason is not None:
-        pytest.skip(f"{request.param.id}: {reason}")
-    with running(request.param):
-        yield request.param
+target = on_every_target("sinkhorn")
 
 
 def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
