@@ -189,16 +189,15 @@ def test_tree_gate_with_its_products():
 
 
 def everything_else():
-    """Results of topk_gate, make_plan, combine of dispatch, kwta and sinkhorn; and gradients."""
+    """Results and gradients of topk_gate, make_plan, dispatch with combine, kwta and sinkhorn."""
     x = torch.randn(40, 64).requires_grad_()
     logits = torch.randn(40, 33).requires_grad_()
     weights, experts = mk.topk_gate(logits, 3, backend="triton")
     plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
     y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
     found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
-    scores = (
-        torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]
-    )  # kernels solve the second matrix with logarithms
+    # Kernels solve the second matrix with logarithms.
+    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]
     found.append(mk.sinkhorn(scores.requires_grad_(), 5, backend="triton"))
     sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
     return [each.detach() for each in found] + [x.grad, logits.grad]

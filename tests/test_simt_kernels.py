@@ -1,5 +1,5 @@
 """Sources of the CUDA kernels on the CPU under the address and undefined-behaviour sanitizers (tests/simt). The tests
-after test_under_sanitizers execute PTX instead (tests/ptx)."""
+after test_under_sanitizers run what nvcc compiles (tests/ptx)."""
 
 from __future__ import annotations
 

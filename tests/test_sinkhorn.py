@@ -22,7 +22,7 @@ target = on_every_target("sinkhorn")
 
 
 def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
-    """The result in float64 by potentials; the reference normalises the matrix in turns."""
+    """The result in float64 by potentials; the reference normalises rows and columns in turn."""
     z = scores.double() / tau
     g = torch.zeros_like(z[..., :1, :])
     f = torch.zeros_like(z[..., :1])
@@ -34,7 +34,6 @@ def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
 
 @functools.cache
 def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, and the result in float64; cached, as all backends compare with it."""
     draw = torch.Generator().manual_seed(n)
     scores = (torch.randn if normal else torch.rand)(3, n, n, generator=draw)
     return scores, oracle(scores, iterations, tau)
@@ -401,7 +400,7 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 def test_one_element_that_is_forbidden(target):
-    """Kernels solve this 1 x 1 matrix with logarithms, other 1 x 1 matrices without."""
+    """Kernels solve this 1 x 1 matrix with logarithms, finite ones without."""
     scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
     p = mk.sinkhorn(scores, 2, backend=target.backend)
     (got,) = torch.autograd.grad(p.sum(), scores)
@@ -411,7 +410,8 @@ def test_one_element_that_is_forbidden(target):
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
     views = [base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)]
-    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]  # more than two vectors have lanes
+    # 35 matrices, more than two vectors of a CPU have lanes.
+    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]
     for view, grad in (*((each, None) for each in views), (many, grads)):
         before, leaf = base.clone(), view.detach().requires_grad_()
         p = mk.sinkhorn(leaf, 3, backend=target.backend)

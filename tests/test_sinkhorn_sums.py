@@ -45,7 +45,7 @@ def assert_same(found, what: object, atol: float = 2e-6) -> None:
 
 
 def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prescribed sums of rows and of columns, from `total` up; both have the same total."""
+    """Prescribed sums of rows and of columns, each about `total`; rows and columns add up to the same."""
     rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
     return rows, columns * (rows.sum() / columns.sum())
 

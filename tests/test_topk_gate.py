@@ -79,7 +79,7 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert got[1].dtype == torch.int32
             assert torch.equal(got[1], exact[1]), (num_experts, k)
             assert got[0].dtype == got[2].dtype == dtype
-            assert not got[0][exact[0] == 0].any()  # weights of forbidden experts are exactly 0
+            assert not got[0][exact[0] == 0].any()
             assert_near(got[0], same[0], exact[0], floor)
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 

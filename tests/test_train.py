@@ -36,7 +36,6 @@ def small_arguments(monkeypatch):
 
 
 def numbers(path) -> list:
-    """The runs of a result file, without their times."""
     return [
         {key: value for key, value in run.items() if key not in ("rows", "setup_seconds")}
         | {"rows": [{k: v for k, v in row.items() if k != "seconds"} for row in run["rows"]]}

@@ -63,7 +63,7 @@ def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
         ]:
             arguments = drawn(2, 4, 2, experts, device=target.device)
             arguments["split_bias"][:, 0] = of_root
-            arguments[name][column % 2, column] = value  # in the first tree, or in the second
+            arguments[name][column % 2, column] = value
             found = [
                 mk.tree_gate(**arguments, gamma=1.0, parity=parity, backend=each)
                 for each in (target.backend, "reference")
