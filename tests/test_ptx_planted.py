@@ -1,6 +1,5 @@
-"""Defects inserted into the PTX of real kernels, which the executor of tests/ptx runs on the CPU.
-
-Each gives an error of the executor, or wrong values.
+"""Defects planted in the PTX of real kernels: tests/ptx, which executes PTX on the CPU, raises an error, or values are
+wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are
 
 
 def kwta(backend):
-    """Rows with different ties, so that the search ends early or late, and ties are counted."""
+    """Rows of distinct values, with ties at the threshold (rounded values; -inf), and with NaN."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2001, generator=generator) for _ in range(4)]
     rows[1] = rows[1].mul(2).round()
@@ -46,7 +45,7 @@ def gate(backend):
 
 
 def topk_gate_bwd(backend):
-    """The gradients of all experts are stored, then those of the chosen ones over them."""
+    """The kernel stores 0 or a gradient for every expert, then overwrites those of the chosen ones."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weights, _ = mk.topk_gate(logits, 3, order="softmax_topk", backend=backend)
     return torch.autograd.grad(weights.square().sum(), logits)[0]
@@ -70,7 +69,7 @@ def sinkhorn_streamed_bwd(backend):
 
 
 def sinkhorn_log_bwd(backend):
-    """Some lanes write vectors of each iteration to global memory; others read them after a barrier of the warp."""
+    """Some lanes store vectors of each iteration in global memory; other lanes read them after a warp barrier."""
     scores = torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0))
     sums = torch.ones(12).requires_grad_()
     p = mk.sinkhorn(scores, 2, rows=sums, columns=sums.detach(), backend=backend)
@@ -93,7 +92,7 @@ def on(backend):
 
 
 def caught(call, backend, expected, edit, seeds=(0,)):
-    """The executor's error for the defect, or "wrong values", or None."""
+    """The error that execution with the edit raises, or "wrong values"; None if no seed shows the defect."""
     for seed in seeds:
         with session.planted(edit), session.seed(seed):
             try:
@@ -106,7 +105,7 @@ def caught(call, backend, expected, edit, seeds=(0,)):
 
 
 def launched(name, backend):
-    """The expected result, and the launch of the tested kernel."""
+    """The result without a defect, and the launch of the kernel `name`."""
     with session.recorded() as results:
         expected = CALLS[name](backend)
     (result,) = [each for each in results if name in each.kernel.title]
@@ -114,7 +113,7 @@ def launched(name, backend):
 
 
 def only_in(kernel, edit):
-    """Applies the edit only to modules with the kernel."""
+    """The edit, applied only to PTX that contains the kernel."""
     return lambda text: edit(text) if kernel.name in text else text
 
 
@@ -127,21 +126,22 @@ def test_every_deleted_barrier(name, backend):
         assert lines
         missed = []
         for line in lines:
-            edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
             if "bar.red" in result.kernel.texts[result.kernel.lines.index(line)]:
-                continue  # bar.red: its result is used, so the code would be invalid
+                continue  # without the result of bar.red the PTX would be invalid
+            edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
             if not caught(CALLS[name], backend, expected, edit, seeds=(0, 1, 2)):
                 missed.append(line)
-        assert not missed, f"of {lines}"
+        assert not missed, f"no error without these barriers, of {lines}"
 
 
-# The last barrier of plan_rank orders accesses to a warp's slots; with one tile of requests no such access follows it.
+# needless: barriers that may be deleted. The last one of plan_rank separates the accesses of two tiles of requests, but
+# the 600 requests here are one tile.
 @pytest.mark.parametrize(
     ("name", "needless"),
     [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0), ("sinkhorn_log_bwd", 0), ("topk_gate_bwd", 0)],
 )
 def test_every_deleted_barrier_of_a_warp(name, needless):
-    """The executor runs lanes of a warp together. Without the barrier values stay right: only the race check fails."""
+    """tests/ptx runs the lanes of a warp together: without the barrier values stay right, but the race check fails."""
     with on("cuda"):
         expected, result = launched(name, "cuda")
         lines = plant.executed(result, r"bar\.warp\.sync")
@@ -153,11 +153,11 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads sums of the others: an atomic releases only what a barrier ordered before it."""
+    """The last of three programs reads sums of the others. An atomic releases only stores before a barrier."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")
-        # One barrier is the kernel's, one Triton's own.
+        # One barrier is in the kernel's source, Triton adds the other.
         two = [each for each in plant.executed(result, r"bar\.sync") if each < atomic][-2:]
 
         def edit(text):
@@ -178,17 +178,14 @@ def test_pipeline_of_a_product(backend):
         assert waits
         assert commits
         raised = plant.replaced(r"cp\.async\.wait_group\s+\d+", "cp.async.wait_group 7")
-        assert "cp.async may still be writing" in (
-            caught(gemm, backend, expected, only_in(result.kernel, raised)) or ""
-        )
         dropped = plant.replaced(r"cp\.async\.commit_group\s*;", "")
-        assert "cp.async may still be writing" in (
-            caught(gemm, backend, expected, only_in(result.kernel, dropped)) or ""
-        )
+        for edit in (raised, dropped):
+            error = caught(gemm, backend, expected, only_in(result.kernel, edit)) or ""
+            assert "cp.async may still be writing" in error
 
 
 def some_lanes_are_guarded(result, pattern):
-    """PTX lines of instructions whose guard was false in some lane."""
+    """PTX lines of guarded instructions that some lanes executed and others did not."""
     kernel, counters = result.kernel, result.counters
     return [
         kernel.lines[pc]
@@ -209,7 +206,7 @@ def test_removed_guards_of_loads_and_stores(kind):
 
 
 def test_removed_branch_around_a_store():
-    """nvcc branches around stores: without the branch lanes beyond the row store too."""
+    """nvcc branches around stores. Without the branch, lanes beyond the end of the row store too."""
     with on("cuda"):
         expected, result = launched("kwta", "cuda")
         kernel, found = result.kernel, 0
@@ -224,7 +221,7 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Replaces one xor at a time by or, so that stores and loads of shared memory use different addresses."""
+    """Turns one xor at a time into an or. Some compute addresses of swizzled shared memory: at least one edit shows."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")
@@ -236,7 +233,7 @@ def test_wrong_swizzle(backend):
 
 
 def test_shuffle_left_out_of_a_sum():
-    """With one shuffle left out, lanes that should have equal sums differ."""
+    """With one shuffle left out, lanes that should have equal sums have different ones."""
     with on("triton"):
         expected, result = launched("gate", "triton")
         lines = plant.executed(result, r"shfl\.sync\.bfly")
@@ -258,10 +255,10 @@ def test_lane_missing_from_a_mask(backend, name):
         assert lines
         kernel = result.kernel
         texts = {line: kernel.texts[kernel.lines.index(line)] for line in lines}
-        # Only the first and the last of each instruction: every edit takes half a second.
-        names = {line: re.sub(r"^@\S+\s+", "", text).split()[0] for line, text in texts.items()}
-        last = {name: line for line, name in names.items()}
-        first = {name: line for line, name in reversed(names.items())}
+        # Edits only the first and the last line with each opcode, as an edit takes half a second.
+        opcodes = {line: re.sub(r"^@\S+\s+", "", text).split()[0] for line, text in texts.items()}
+        last = {opcode: line for line, opcode in opcodes.items()}
+        first = {opcode: line for line, opcode in reversed(opcodes.items())}
         for line in sorted({*first.values(), *last.values()}):
             text = texts[line]
             edit = only_in(kernel, plant.on_line(line, r"(-1|%r\d+)(\s*;)", r"0xfffffffe\2"))

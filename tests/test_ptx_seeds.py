@@ -1,8 +1,8 @@
-"""Twenty orders of blocks, warps and stores to equal addresses: an operation gives the same bits in each of them.
+"""An operation gives the same bits in twenty orders of blocks, of warps, and of a warp's stores to one address.
 
-The executor of PTX (tests/ptx) draws the order from a seed, and from another one the errors that the ISA allows .approx
-instructions. On a GPU these errors depend on the inputs alone. So they stay fixed while the order changes. If they
-change too, results that depend on them must stay within a tolerance.
+tests/ptx, which executes PTX on the CPU, draws the order from one seed and the errors that the PTX ISA allows .approx
+instructions from another. On a GPU these errors depend on the inputs alone, so they stay fixed while the order changes.
+If the errors change too, results must stay within a tolerance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEEDS = range(1, 21)
 CASES = [
     ("kwta", "R=3 N=300 p=0.3", "fp32", False),
     ("kwta", "R=3 N=300 p=0.3", "bf16", False),
-    ("kwta", "R=9 N=301 p=0.3", "fp32", False),  # rows that start inside vectors
+    ("kwta", "R=9 N=301 p=0.3", "fp32", False),  # some rows start at no multiple of 16 bytes
     ("kwta", "R=9 N=301 p=0.3", "bf16", False),
     ("topk_gate", "T=24 E=12 K=3", "fp32", True),
     ("make_plan", "T=48 E=8 K=2", "fp32", False),
@@ -32,7 +32,7 @@ CASES = [
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "fp32", True),
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "bf16", True),
     ("expert_norms", "T=24 D=16 H=32 E=2", "bf16", False),
-    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),  # this n and the next are those of test_ptx_counters.py
+    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),
     ("sinkhorn", "B=1 n=72 R=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=1", "bf16", True),
@@ -52,16 +52,19 @@ def test_every_order_gives_the_same_bits(backend, case):
 
         def results():
             found = [each(inputs) for each in directions]
-            flat = [part for each in found for part in (each if isinstance(each, tuple | list) else (each,))]
-            return [each.detach().clone() for each in flat]
+            return [
+                part.detach().clone()
+                for each in found
+                for part in (each if isinstance(each, tuple | list) else (each,))
+            ]
 
-        exact = results()  # seed 0: the fixed order, and .approx instructions round correctly
+        exact = results()  # seed 0: a fixed order, and correctly rounded .approx instructions
         with session.seed(SEEDS[-1], errors=1):
             held = results()
         for seed in SEEDS:
             with session.seed(seed, errors=1):
                 for got, first in zip(results(), held, strict=True):
-                    assert torch.equal(got, first), seed
+                    assert torch.equal(got, first), f"seed {seed}"
             if not approximate:
                 continue
             with session.seed(seed):
@@ -79,4 +82,4 @@ def test_ties_and_nan_give_the_same_bits(backend):
         expected = kwta(backend)
         for seed in SEEDS:
             with session.seed(seed):
-                assert torch.equal(kwta(backend).nan_to_num(1e9), expected.nan_to_num(1e9)), seed
+                assert torch.equal(kwta(backend).nan_to_num(1e9), expected.nan_to_num(1e9)), f"seed {seed}"

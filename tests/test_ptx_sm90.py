@@ -1,13 +1,14 @@
-"""The executor runs Triton's PTX for sm_90: products with wgmma, bulk copies and mbarriers, and the other kernels."""
+"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: products with wgmma, bulk copies and mbarriers, and other
+kernels."""
 
 from __future__ import annotations
 
-import contextlib
+import re
 
 import pytest
 import torch
 from conftest import TARGETS, reason_to_skip, running
-from ptx import plant, session
+from ptx import plant, session, summary
 from ptx.machine import PtxError
 from test_grouped_gemm import DTYPES, check, judge, offsets_of, results
 
@@ -24,7 +25,9 @@ import moe_kernels as mk
 
 TARGET = next(each for each in TARGETS if each.backend == "triton")
 REASON = reason_to_skip(TARGET) or ("the kernels run on a GPU or are interpreted" if not TARGET.executed else "")
-pytestmark = pytest.mark.skipif(bool(REASON) or TARGET.interpreted, reason=REASON or "Triton interprets here")
+pytestmark = pytest.mark.skipif(
+    bool(REASON) or TARGET.interpreted, reason=REASON or "TRITON_INTERPRET=1: no PTX is compiled"
+)
 SHORT = DTYPES[1:]
 
 
@@ -36,27 +39,25 @@ def sm_90():
 
 def opcodes(launches) -> set[str]:
     """The executed opcodes, with types and without operands."""
-    found = set()
-    for each in launches:
-        runs = each.counters["runs"]
-        found |= {text.split(" ")[0] for pc, text in enumerate(each.kernel.texts) if runs[pc] and text[0] != "@"}
-        found |= {text.split(" ")[1] for pc, text in enumerate(each.kernel.texts) if runs[pc] and text[0] == "@"}
-    return found
+    texts = [
+        text for each in launches for text, runs in zip(each.kernel.texts, each.counters["runs"], strict=False) if runs
+    ]
+    return {re.sub(r"^@\S+ ", "", text).split(" ")[0] for text in texts}
 
 
-# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. The sizes have sums of several
-# steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
+# (rows, columns of x, columns of the weights, experts), and the rows and columns of a tile. Together the sizes have
+# sums of several steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
 SIZES = {
-    "few rows": ((150, 208, 144, 5), (128, 256)),  # training uses this tile also for few rows
+    "few rows": ((150, 208, 144, 5), (128, 256)),  # in training few rows have this tile too
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
-    "eights": ((150, 72, 136, 5), (64, 64)),  # copied by descriptors, but columns are no multiples of 16
-    "odd": ((150, 33, 70, 5), (64, 64)),  # no descriptors: elements are copied one by one
+    "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, though no number of columns is a multiple of 16
+    "odd": ((150, 33, 70, 5), (64, 64)),  # no descriptors: the strides are no multiples of 16 bytes
 }
 
 
-# float16 uses the tiles and the loop of bfloat16, so it has one case with gathered rows (cp.async) and one with
-# consecutive ones (descriptors). In bfloat16 the rows of a size are either gathered or consecutive.
+# float16 has the tiles and the inner loop of bfloat16, so it has two cases: gathered rows of x, which cp.async copies,
+# and consecutive ones, which descriptors copy. In bfloat16 every size has one of these cases.
 BF16, FP16 = SHORT
 
 
@@ -111,7 +112,7 @@ def tf32():
 
 @pytest.mark.parametrize("width", [(40, 72), (33, 70)])
 def test_tf32(width, tf32):
-    """TF32 products drop only the lower 13 bits of their operands."""
+    """TF32 products are float32 products of operands without their lower 13 bits."""
     offsets = offsets_of("zipf", 150)
     x, weight, grad = torch.randn(150, width[0]), torch.randn(5, *width), torch.randn(150, width[1])
 
@@ -188,14 +189,15 @@ def test_tree_gate_with_its_products():
 
 
 def everything_else():
-    """The usual operations without matrix products (not the plans by scores), and gradients."""
+    """Results and gradients of topk_gate, make_plan, dispatch with combine, kwta and sinkhorn."""
     x = torch.randn(40, 64).requires_grad_()
     logits = torch.randn(40, 33).requires_grad_()
     weights, experts = mk.topk_gate(logits, 3, backend="triton")
     plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
     y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
     found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
-    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # the second needs logarithms
+    # Kernels solve the second matrix with logarithms.
+    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]
     found.append(mk.sinkhorn(scores.requires_grad_(), 5, backend="triton"))
     sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
     return [each.detach() for each in found] + [x.grad, logits.grad]
@@ -211,16 +213,13 @@ def test_the_other_kernels_give_the_bits_of_sm_80():
 
 
 def test_launches_are_counted_apart():
-    ran = {each.backend for each in session.session.ran.values()}
     test_ptx_planted.gemm("triton")
-    assert "triton sm_90" in ran | {each.backend for each in session.session.ran.values()}
-    from ptx import summary
-
+    assert "triton sm_90" in {each.backend for each in session.session.ran.values()}
     assert {"triton sm_90 _grouped_gemm_fwd", "triton _grouped_gemm_fwd"} <= set(summary.known_kernels())
 
 
 def product(rows=150, dim=208, columns=144):
-    """x w of four experts, two of them empty, and the gradients."""
+    """The product of x and the weights of four experts, two of them without rows, and its gradients, as one vector."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, dim, generator=generator), torch.randn(4, dim, columns, generator=generator)
     offsets = torch.tensor([0, rows - 20, rows - 20, rows, rows], dtype=torch.int32)
@@ -233,9 +232,10 @@ def product(rows=150, dim=208, columns=144):
     return torch.cat([each.flatten() for each in found.values()])
 
 
-SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: swizzle of 128 bytes, stride of 1024
+SWIZZLE = str(1 << 62 | 64 << 32)  # constant bits of a wgmma descriptor: swizzle of 128 bytes, stride of 1024
 
-# (pattern, replacement, error): every match is replaced. No error text: wrong values or any error show the defect.
+# Name: (pattern, replacement of every match in the PTX, part of the error). Without an error text, wrong values or any
+# error show the defect.
 DEFECTS = {
     "no wait for a product": (r"wgmma\.wait_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
     "a raised wait": (
@@ -273,22 +273,21 @@ def test_defect(defect):
     planted = []
 
     def edit(text):
-        if not plant.re.search(pattern, text):
-            return text
-        planted.append(1)
-        return plant.replaced(pattern, by)(text)
+        edited = re.sub(pattern, by, text)
+        planted.append(edited != text)
+        return edited
 
-    with session.planted(edit), contextlib.ExitStack() as stack:
-        if message:
-            error_info = stack.enter_context(pytest.raises(PtxError, match=message))
-        try:
-            assert not torch.equal(product(), expected)  # with no message, wrong values are enough
-        except PtxError:
-            if message:
-                raise
-    assert planted
+    try:
+        with session.planted(edit):
+            got, error = product(), ""
+    except PtxError as raised:
+        got, error = None, str(raised)
+    assert any(planted)
     if message:
-        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(error_info.value))
+        assert re.search(message, error)
+        assert re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", error)
+    else:
+        assert got is None or not torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -302,15 +301,17 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 
 
 def test_every_wait_and_fence_matters():
-    """Deletes one instruction of ORDERS at a time; a try_wait is replaced by success."""
-    long = (350, 336, 336)  # sums of six steps, but one over the 20 rows of expert 2: every buffer is used again
+    """Without one of the executed instructions that match ORDERS, or with a try_wait that always succeeds, an error is
+    raised or values are wrong."""
+    # Sums of six steps, more than the pipeline has buffers; but one step over the 20 rows of expert 2.
+    long = (350, 336, 336)
     with session.recorded() as launches:
         expected = product(*long)
     missed = []
     for launch in launches:
         kernel = launch.kernel
         for pc, line in enumerate(kernel.lines):
-            if not launch.counters["lanes"][pc] or not plant.re.search(ORDERS, kernel.texts[pc]):
+            if not launch.counters["lanes"][pc] or not re.search(ORDERS, kernel.texts[pc]):
                 continue
             delete = plant.on_line(line, r"(@\S+\s+)?(wgmma|fence|cp|mbarrier)\.[^;]*;", "")
             if "try_wait" in kernel.texts[pc]:
@@ -329,7 +330,8 @@ def test_every_wait_and_fence_matters():
     assert not missed
 
 
-# A (64, 16) and B (8, 16) in bfloat16, rows of 32 bytes: 128 and 16 pieces of 16 bytes, in the swizzle of 32 bytes.
+# The product of A (64, 16) and B^T, with B (8, 16), in bfloat16. Rows have 32 bytes, so A has 128 and B has 16 pieces
+# of 16 bytes. Shared memory holds them with a swizzle of 32 bytes.
 PRODUCT = """
 mul.wide.u32 %d5, %r0, 16; add.s64 %d5, %d0, %d5;
 mov.u32 %r5, memory; shl.b32 %r6, %r0, 4; shr.u32 %r7, %r6, 3; and.b32 %r7, %r7, 16; xor.b32 %r6, %r6, %r7;
@@ -403,7 +405,7 @@ def test_misuse_of_a_product(change, message):
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_stmatrix_is_undone_by_ldmatrix(transposed):
-    """stmatrix writes rows of 16 bytes at the lanes' addresses."""
+    """Lane i gives the address of row i % 8 of matrix i / 8, a row of 16 bytes."""
     body = f"""
     mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d5, %d0, %d5; mov.u32 %r5, memory;
     shl.b32 %r6, %r0, 4; add.s32 %r6, %r5, %r6; ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5];
@@ -415,7 +417,7 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     given = torch.randint(-(2**31), 2**31 - 1, (128,), dtype=torch.int32)
     out = test_ptx.run(body, given, out=torch.zeros(160, dtype=torch.int32))
     assert torch.equal(out[:128], given)
-    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # at each lane's address
+    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of each lane's address
     halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
     if transposed:  # row i, column j: lane 4 j + i / 2, half i % 2
         first = halves[row // 2, matrix, row % 2], halves[4 + row // 2, matrix, row % 2]
@@ -431,5 +433,5 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     ("fence.proxy.alias", ""),
 ])  # fmt: skip
 def test_what_is_not_emitted_is_named(opcode, arguments):
-    with pytest.raises(test_ptx.Unsupported, match=plant.re.escape(opcode)):
+    with pytest.raises(test_ptx.Unsupported, match=re.escape(opcode)):
         test_ptx.run(f"{opcode} {arguments};", torch.zeros(32))

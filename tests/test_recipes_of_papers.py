@@ -1,4 +1,4 @@
-"""Recipes of papers 001 to 004 against their papers: blocks with experts, reported measures, ablations."""
+"""Recipes of papers 001 to 004 do what the papers say: blocks with experts, reported measures, ablations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def blocks_with_experts(side, **changed):
 @pytest.mark.parametrize(
     ("side", "changed", "blocks"),
     [
-        ("vmoe", {}, [3, 5]),  # of every second block (1, 3, 5) the last two: V-MoE's "last-2"
+        ("vmoe", {}, [3, 5]),  # the last two of every second block (1, 3, 5): V-MoE's "last-2"
         ("e3", {}, [3, 5]),
         ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2"
         ("bpr", {"moe_every": 1, "moe_layers": 1}, [5]),
@@ -47,11 +47,11 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
-    assert sparse <= matched < 1.2 * sparse  # the width grows in steps of 2, the number of heads
+    assert sparse <= matched < 1.2 * sparse  # the width is a multiple of 2, the number of heads
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
-    """With room for 30 % of the choices, priority decides which tokens are dropped."""
+    """With a capacity for 30 % of the choices, batch prioritized routing keeps the tokens with large weights."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
@@ -66,7 +66,7 @@ def test_priority_matters_with_two_choices_of_v_moe():
 
 
 def test_experts_can_be_switched_off_in_evaluation():
-    """As in paper 002, Table 5: without experts only the residuals around the layers remain."""
+    """As in paper 002, Table 5: without experts, only the residual connections around the layers remain."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
     found = run.evaluate()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_an_evaluation_takes_one_forward():
 
 
 def test_the_entropy_of_routers_is_that_of_their_softmax(text):
-    """As in paper 004, C.5: by layer and over all layers, also for a sparse gate."""
+    """Of each layer and over all layers, as in paper 004, C.5; also for a sparse gate."""
     for side in ("smoe", "xmoe", "stable", "hyper", "compete"):
         recipe = CompeteSMoE(sides=(side,), dim=16, hidden=12, depth=2, heads=2, length=12, experts=4, choose="last")
         run = Run(recipe, 0, recipe.splits(text))
@@ -138,7 +138,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """route=False evaluates all 15 nodes and 16 leaves. One path has 4 nodes and a leaf, and predicts the same."""
+    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf; the predictions are the same."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
@@ -150,8 +150,8 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     (descent, few), (dense, many) = found
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
-    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # of one task
-    combine = 2 * 256 * (16 - 2)  # of one task: rows of width 256, 16 for a token, or 2 (one of each task)
+    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of one task that the path saves
+    combine = 2 * 256 * (16 - 2)  # likewise: a token has 16 rows of width 256, or one for each of two tasks
     assert many - few == 2 * (gate + combine)
 
 
@@ -169,7 +169,7 @@ def test_movielens_reports_the_area_under_the_curve_of_who_watches():
 
 
 def test_the_heat_map_of_a_dense_gate_shows_its_weights():
-    """The map shows shares of weights: every token uses every expert, so all shares of tokens would be 1."""
+    """The map shows means of weights: every token uses every expert, so all shares of tokens would be 1."""
     run, _ = blocks_with_experts("softmax", depth=1)
     (layer,) = comparison.token_maps(run)
     run.task.model.eval()

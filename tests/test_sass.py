@@ -1,4 +1,4 @@
-"""The longest innermost loop of machine code, for listings with known loops."""
+"""The longest innermost loop of machine code, found in listings with known loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NESTED = (
     "@!P1 BRA P2, 0x50",
     "@P1 BRA 0x10",
     "EXIT",
-    "WARPSYNC 0xffffffff",  # 0xb0: behind the kernel's end, part of the second loop
+    "WARPSYNC 0xffffffff",  # 0xb0: behind the kernel's end, but part of the loop at 0x50
     "BRA 0x80",
     "BRA 0xd0",  # padding
 )
@@ -31,7 +31,7 @@ NESTED = (
 
 def test_the_longest_innermost_loop():
     assert sass.hot_loop(listing(*NESTED[:6], "EXIT")) == 3
-    assert sass.hot_loop(listing(*NESTED)) == 6  # including the two instructions behind the end
+    assert sass.hot_loop(listing(*NESTED)) == 6  # with the two instructions behind the end
 
 
 def test_code_without_loops():

@@ -1,4 +1,4 @@
-"""The sanitizers' harness (tests/simt): it finds planted bugs and passes the kernel without them."""
+"""tests/simt, which runs CUDA sources under sanitizers on the CPU, finds planted bugs and passes a right kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rotated(bug: int, n: int) -> bool:
-    """Runs the kernel of simt/planted and returns whether its values are correct."""
+    """Whether the kernel of simt/planted with this bug computes correct values."""
     module = simt.Module(simt.PLANTED)
     x = torch.arange(2 * n, dtype=torch.float32).view(2, n)
     y = torch.full_like(x, -1)
@@ -24,7 +24,7 @@ def rotated(bug: int, n: int) -> bool:
     return torch.equal(y, x.roll(-1, 1))
 
 
-# Bugs of simt/planted/ops.h: number, a row length that shows the bug, part of the report.
+# Bugs of simt/planted/ops.h: number, a row length with which it shows, part of the sanitizer's report.
 BUGS = {
     "shared overrun": (1, 24, r"heap-buffer-overflow.*rotate.cu:"),
     "global overrun": (2, 24, r"heap-buffer-overflow.*rotate.cu:"),
@@ -63,5 +63,5 @@ def test_only_headers_have_ptx_and_shared_memory() -> None:
         if file.parent == ROOT / "csrc" / "include" / "moe":
             continue
         text = re.sub(r"//.*", "", file.read_text())
-        assert not re.search(r"\basm\b", text), f"{file}: PTX belongs in csrc/include/moe"
-        assert "__shared__" not in text, f"{file}: use SHARED or DYNAMIC_SHARED of moe/shared.cuh"
+        assert not re.search(r"\basm\b", text), f"{file}: only csrc/include/moe may have inline PTX"
+        assert "__shared__" not in text, f"{file}: use SHARED or DYNAMIC_SHARED of moe/shared.cuh instead"

@@ -1,6 +1,5 @@
-"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour;
-the last tests run their PTX. Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values
-of all shapes by the tests of each operation."""
+"""Sources of the CUDA kernels on the CPU under the address and undefined-behaviour sanitizers (tests/simt). The tests
+after test_under_sanitizers run what nvcc compiles (tests/ptx)."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for a part of a warp, a warp, and blocks of 64 and 1024 threads: consecutive, or apart and unaligned. The
-    longest do not fit the registers of their block, which reads them several times."""
+    """Rows that part of a warp, a warp, or a block of 64 or 1024 threads takes; consecutive, or apart and unaligned.
+    The longest do not fit in the registers of a block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):
@@ -45,8 +44,7 @@ def kwta() -> None:
 
 
 def products() -> None:
-    """Tiles of 32 rows, unaligned or read by 4 bytes; of 128 rows in the gradient to x, for aligned rows and 64 or more
-    an expert; of 64 in the gradient to the weights. Sums have more steps than the pipeline has stages."""
+    """Rows aligned to 16 bytes, to 4 bytes or to none; a product with more steps than the pipeline has stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -58,7 +56,7 @@ def verified(op: str) -> None:
 
 
 def rows() -> None:
-    """Dispatch and combine: tokens with two, one and no expert, by 16 bytes and by single elements."""
+    """Dispatch and combine: tokens with two, one and no expert, copied by 16 bytes and by single elements."""
     plan = mk.make_plan(torch.tensor([[0, 1], [1, -1], [-1, -1]]), 2, capacity=2, backend="reference")
     for dim in (40, 513):
         leaves = {"x": torch.randn(3, dim).to(BF16), "weights": torch.randn(3, 2).to(BF16)}
@@ -75,7 +73,7 @@ def rows() -> None:
 
 
 def sinkhorn() -> None:
-    """Matrices held by a thread, a quad, half a warp, a warp and several warps, and those that are read from memory."""
+    """Matrices of every layout: in a thread, in lanes of a warp, in several warps, in memory."""
     for n in (3, 7, 13, 31, 61, 65):
         scores = torch.randn(3, n, n) * torch.tensor([1.0, 300.0, 1.0])[:, None, None]
         scores[2, 0, : n // 2] = -torch.inf
@@ -85,13 +83,13 @@ def sinkhorn() -> None:
             test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
-# (tokens, dim, trees, experts): a partial last warp of tokens, accesses of 16 bytes and of single elements, more trees
-# than warps in a block, more experts than lanes, leaves without an expert on one lane and on several.
+# (tokens, dim, trees, experts): accesses of 16 bytes and of single elements, more trees than warps in a block (8), more
+# experts than lanes, numbers of experts that are no powers of two.
 TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 24), (3, 8, 1, 72)]
 
 
 def trees() -> None:
-    """Inputs are multiples of 1/8: sums are exact in any order. At gamma = 1 a third of the nodes is saturated."""
+    """Inputs are multiples of 1/8: sums are exact in any order. At gamma = 1 about a third of the nodes saturate."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {
@@ -140,7 +138,8 @@ def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
 def test_experts_are_found(num_experts: int) -> None:
-    """Rows only in the last experts, the first ones, a single one, and in some: a block's search has 32 probes."""
+    """Only the last experts have rows, or the first ones, one, or some. A warp searches the expert of a tile with 32
+    probes at a time."""
     rows, weight = torch.randn(40, 8).to(BF16), torch.randn(num_experts, 8, 8).to(BF16)
     for kind in range(4):
         chosen = torch.tensor([(-1 - r % 3, r % 3, num_experts // 2, r * 7)[kind] % num_experts for r in range(40)])
@@ -151,7 +150,7 @@ def test_experts_are_found(num_experts: int) -> None:
 
 
 def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 220 experts there are enough blocks for tiles of 128."""
+    """With 220 experts the weight gradient has tiles of 128 x 128, as there are two or more for each SM of an A100."""
     monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
     with cuda_launch.use():
         test_grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
@@ -159,7 +158,7 @@ def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "tile"), [(900, 7, 33, 4096), (4300, 8, 128, 1024)])
 def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: int, monkeypatch) -> None:
-    """Chunks of several tiles, and more chunks than plan_scan_kernel has warps."""
+    """A chunk of requests has several tiles, or there are more chunks than plan_scan_kernel has warps (32)."""
     monkeypatch.setattr(cuda, "PLAN_TILE", tile)
     chosen = torch.where(torch.rand(tokens, k) < 0.5, 0, torch.randint(-1, experts, (tokens, k)))
     for order in ("choice", "token"):
@@ -170,8 +169,8 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# Launcher; its arguments between the first (a dtype, or the bytes of an index or element) and the sizes; and wrong
-# calls, each with its first argument, its sizes and the numbers after them.
+# (launcher, pointers and strides, calls that it refuses). A call is the first argument (a dtype, or the bytes of an
+# index or element), the sizes and the numbers after them; pointers and strides follow the first argument.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

@@ -10,28 +10,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGETS, Target, reason_to_skip, running
+from test_tree_gate import on_every_target
 
 import moe_kernels as mk
 from moe_kernels import backends
 
 INF, NAN = math.inf, math.nan
 TAUS = (1.0, 0.1, 1e-3, 1e-5, 1e-7)
-REFERENCE = Target("reference", "reference", "cpu")
 
-
-@pytest.fixture(params=[REFERENCE, *TARGETS], ids=lambda target: target.id)
-def target(request):
-    reason = backends.missing(request.param.backend, "sinkhorn")
-    if reason is None and request.param is not REFERENCE:
-        reason = reason_to_skip(request.param, "sinkhorn")
-    if reason is not None:
-        pytest.skip(f"{request.param.id}: {reason}")
-    with running(request.param):
-        yield request.param
+target = on_every_target("sinkhorn")
 
 
 def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
-    """The definition in float64 with potentials; the reference instead updates the matrix in place."""
+    """The result in float64 by potentials; the reference normalises rows and columns in turn."""
     z = scores.double() / tau
     g = torch.zeros_like(z[..., :1, :])
     f = torch.zeros_like(z[..., :1])
@@ -43,7 +34,6 @@ def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
 
 @functools.cache
 def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and the result in float64, computed once for all backends."""
     draw = torch.Generator().manual_seed(n)
     scores = (torch.randn if normal else torch.rand)(3, n, n, generator=draw)
     return scores, oracle(scores, iterations, tau)
@@ -51,8 +41,7 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the gradient of p and that of the scores. The latter is by the definition, which updates the matrix,
-    in long double (64 bits of mantissa); the kernels use potentials, in float64."""
+    """Scores, the gradient to p, and that to the scores, by the definition in long double (64 bits of mantissa)."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -73,7 +62,7 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
-    """(n, iterations)"""
+    """Pairs of n and the number of iterations."""
     if target.executed and target.backend == "cuda":
         return ((1, 3), (3, 5), (4, 20), (7, 30), (16, 40), (17, 3), (40, 2), (70, 2))
     if target.executed:
@@ -92,7 +81,8 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as in a new LocalSearch. At these tau kernels can scale exp(scores / tau) without logarithms."""
+    """U(-0.05, 0.05), as in a new LocalSearch. Ranges of scores / tau reach 10, 33, 100 and 500. Kernels
+    without logarithms take ranges up to 60 in float32 and 300 in float64."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
         iterations = 5 if target.executed else 60
@@ -102,7 +92,7 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
 
 @pytest.mark.parametrize("n", [16, 70])
 def test_a_solve_goes_on_while_two_columns_change(target, n):
-    """Two neighbouring columns, at several places, still change; the others have converged after one iteration."""
+    """Two neighbouring columns, at another place in each matrix, still change; the others converge in one iteration."""
     scores = torch.full((4, n, n), -40.0)
     scores.diagonal(dim1=1, dim2=2).zero_()
     for matrix, first in zip(scores, (0, 1, 2, n - 2), strict=True):
@@ -113,7 +103,7 @@ def test_a_solve_goes_on_while_two_columns_change(target, n):
 
 @pytest.mark.parametrize("n", [4, 12, 70])
 def test_rows_of_any_width(target, n):
-    """A column lies below the others by widths on both sides of the ranges that float32 and float64 can scale."""
+    """One column is below the others by `widths`, on both sides of the limits for scaling in float32 and in float64."""
     widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
     scores = torch.randn(len(widths), n, n)
     scores[:, :, 1] -= widths[:, None]
@@ -128,7 +118,7 @@ def test_rows_of_any_width(target, n):
 
 @pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2), (70, 1)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
-    """Matrices of small and large range, broken and converged ones in one batch have the same bits as alone."""
+    """Matrices of small and large range, converged ones and ones with NaN or +inf have the same bits in one batch."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
     scores[2, 1, 0], scores[5, 2, 3] = NAN, INF
@@ -147,7 +137,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[2], [5]]
     assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2], [5]]
     for i in range(7):
-        # Alone; for Triton with a copy of itself, as a batch of one would be another compilation.
+        # For Triton a batch of two copies, as it would compile kernels again for a batch of one.
         which = [i, i] if target.compiles else [i]
         alone = both(scores[which], grad[which])
         for whole, one in zip(together, alone, strict=True):
@@ -176,7 +166,7 @@ def test_forbidden_pairs(target, tau):
 
 
 def test_one_forbidden_row_among_tame_ones(target):
-    """The range of a forbidden row is -inf - -inf, which is NaN."""
+    """The range (maximum - minimum) of a forbidden row is -inf - -inf, which is NaN."""
     scores = torch.randn(2, 4, 4, device=target.device)
     scores[0, 1] = -INF
     p = mk.sinkhorn(scores, 3, backend=target.backend)
@@ -186,7 +176,7 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
-    """Values of `below` lie on both sides of each limit between the kernels' forms; exp(2 below) may exceed float64."""
+    """`below` is on both sides of the limits of scaling in float32 (60) and float64 (300); exp(2 below) may be inf."""
     for n in (4,) if target.executed else (4, 12, 20):
         scores = torch.randn(2, n, n)
         scores[:, :, : n // 2] -= below
@@ -200,8 +190,8 @@ def test_columns_far_below_the_others(target, below):
 
 @pytest.mark.parametrize("tau", TAUS)
 def test_gradient_against_float64(target, tau):
-    """Error of each entry: 1e-5 of it, plus the rounding to float64 of terms that cancel, which are as large as
-    grad / tau, with exponents as large as scores / tau."""
+    """Allowed error: 1e-5 of an entry, plus roundings of float64, as terms of the size of grad / tau cancel, with
+    exponents of the size of scores / tau."""
     for n, iterations in sizes(target):
         scores, grad, expected = long_gradient(n, iterations, tau)
         leaf = scores.to(target.device).requires_grad_()
@@ -259,7 +249,7 @@ def test_implicit_gradient_refuses_what_has_not_converged(target):
 
 
 def test_annealing_reaches_the_assignment(target):
-    """A fixed tau of 1e-7 reaches the assignment for only 14 of 100 matrices of n = 8 in 150 iterations."""
+    """With a constant tau of 1e-7, 150 iterations reach the assignment for only 14 of 100 matrices with n = 8."""
     pytest.importorskip("scipy", reason="scipy is not installed")
     n, iterations = (4, 30) if target.executed else (8, 60)
     scores = torch.randn(12, n, n, device=target.device)
@@ -315,7 +305,7 @@ def test_noise_is_added(target):
 
 
 def test_what_is_not_a_number_is_within_no_tolerance(target):
-    """A matrix with a NaN becomes NaN; the other one needs no iteration. Without the NaN neither would need one."""
+    """A matrix with a NaN becomes NaN; the other takes no iteration. Without the NaN neither would take one."""
     for n in (4, 40):
         leaf = torch.zeros(2, n, n, device=target.device)
         leaf[0, 1, 2] = NAN
@@ -333,11 +323,11 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """A matrix has the values and gradient of as many iterations as the definition needs to be within the tolerance."""
+    """A matrix has the values and the gradient after the iterations that the definition needs to meet the tolerance."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
-    scores[2, 1] = -INF  # a forbidden row is left out of the tolerance
-    scores[4] = -INF  # needs no iteration: a forbidden column is left out as well
+    scores[2, 1] = -INF  # the sum of a forbidden row does not count
+    scores[4] = -INF  # needs no iteration: sums of forbidden columns do not count either
     scores[4, 1:, 1:] = -math.log(n - 1)
     scores, grad = (x if wide else x.float() for x in (scores, torch.randn_like(scores)))
     counts = []
@@ -410,17 +400,18 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 def test_one_element_that_is_forbidden(target):
-    """The form with logarithms solves this 1 x 1 matrix, and reaches two barriers that others do not reach."""
+    """Kernels solve this 1 x 1 matrix with logarithms, finite ones without."""
     scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
     p = mk.sinkhorn(scores, 2, backend=target.backend)
     (got,) = torch.autograd.grad(p.sum(), scores)
-    assert p.item() == got.item() == 0.0  # a forbidden row stays 0
+    assert p.item() == got.item() == 0.0
 
 
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
     views = [base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)]
-    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]  # 35: more than two vectors have lanes
+    # 35 matrices, more than two vectors of a CPU have lanes.
+    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]
     for view, grad in (*((each, None) for each in views), (many, grads)):
         before, leaf = base.clone(), view.detach().requires_grad_()
         p = mk.sinkhorn(leaf, 3, backend=target.backend)
@@ -435,7 +426,7 @@ def test_views_are_read_in_place_and_nothing_else_is_written(target):
 
 @pytest.mark.parametrize("tau", [1e-39, 1e39])
 def test_temperatures_beyond_float32(target, tau):
-    """Neither tau nor 1 / tau is a normal float32, but scores / tau is 0."""
+    """Neither tau nor 1 / tau is a normal float32. All scores are 0, so scores / tau is 0."""
     for n in (4, 5):
         p = mk.sinkhorn(torch.zeros(2, n, n, device=target.device), 3, tau=tau, backend=target.backend)
         torch.testing.assert_close(p, torch.full_like(p, 1 / n))

@@ -1,4 +1,4 @@
-"""The kernel that sinkhorn uses for each matrix, and its number of instructions, counted by the executor."""
+"""The kernels that work on a matrix in sinkhorn, and their instructions, counted while tests/ptx executes the PTX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_sinkhorn import oracle
 
 import moe_kernels as mk
 
-pytestmark = pytest.mark.skipif(HAS_GPU or INTERPRET, reason="instructions are counted where the PTX is executed")
+pytestmark = pytest.mark.skipif(HAS_GPU or INTERPRET, reason="counts need PTX executed on the CPU")
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -24,7 +24,7 @@ def backend(request):
 
 
 def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Warp instructions of the kernels that scale by vectors, and of those with logarithms."""
+    """Kernel -> warp instructions, for kernels that scale exp(scores / tau) by vectors; for those with logarithms."""
     scaled, logarithmic = {}, {}
     for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
         counted = counters.count(result)
@@ -35,21 +35,22 @@ def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("n", [4, 16])
 def test_each_matrix_is_worked_on_by_one_form(backend, n):
+    """At tau = 1 the kernels with logarithms return at once, at 1e-4 those that scale by vectors."""
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
-    assert len(tame[0]) == len(tame[1]) == 2, "a kernel forward and one backward of each form"
+    assert len(tame[0]) == len(tame[1]) == 2, "expected one kernel forward and one backward with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
     assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 
 
 def test_a_solve_that_changes_nothing_ends(backend):
-    """At tau = 1, 400 iterations take under 1.5 times the instructions of 40, forward and backward."""
+    """At tau = 1, 400 iterations take less than 1.5 times the instructions of 40, forward and backward."""
     some, many = (executed(backend, f"B=2 n=16 R={iterations} tau=1.0")[0] for iterations in (40, 400))
     for kernel, count in many.items():
         assert count < 1.5 * some[kernel], kernel
 
 
 def test_any_order_and_any_error_of_approximate_instructions(backend):
-    """The gradient of the scaled form has the same bits, as it does not depend on approximate instructions."""
+    """The gradient has the same bits, as backward does not use approximate instructions at tau = 1."""
     scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
     for seed in range(1, 7):
         with session.seed(seed):

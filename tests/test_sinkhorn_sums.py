@@ -1,4 +1,4 @@
-"""sinkhorn's sums and tolerance; one iteration, more matrices than a program has, memory around matrices."""
+"""sinkhorn with prescribed sums and a tolerance, one iteration, many matrices, and NaN around the matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import TARGETS, Target, reason_to_skip, running
+from conftest import Target
 from inputs import each_alone, far_apart, framed, padded, shifted
 
 import moe_kernels as mk
@@ -16,25 +16,17 @@ import moe_kernels as mk
 OP = "sinkhorn"
 
 
-@pytest.fixture(params=TARGETS, ids=lambda target: target.id)
-def target(request):
-    if reason := reason_to_skip(request.param, OP):
-        pytest.skip(f"{request.param.id}: {reason}")
-    with running(request.param):
-        yield request.param
-
-
 def sizes(target: Target) -> tuple[int, ...]:
-    """Values of n for every place of a matrix: one or several vector lanes, part of a warp, a block, memory."""
+    """Values of n for every layout of a matrix: in one vector lane or along lanes, in a warp, a block, memory."""
     if target.compiles:
-        return (3, 12, 40, 70)  # one n a tile; n of another divisibility by 4 or 16 compiles six kernels again
+        return (3, 12, 40, 70)  # one for each tile, as another n may compile six kernels
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
 def both(
     target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, place_grad=None, **settings
 ):
-    """p and the gradients on the target, and by the definition in float64."""
+    """p and the gradients on the target, then by the definition in float64. place, place_grad: copy scores and grad."""
     found = []
     for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
         put, put_grad = (place, place_grad or place) if backend == target.backend else (torch.clone, torch.clone)
@@ -53,14 +45,14 @@ def assert_same(found, what: object, atol: float = 2e-6) -> None:
 
 
 def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prescribed sums of rows and of columns, about `total` each; both add up to the same."""
+    """Prescribed sums of rows and of columns, each about `total`; rows and columns add up to the same."""
     rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
     return rows, columns * (rows.sum() / columns.sum())
 
 
 @functools.cache
 def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Scores, sums and a tolerance, equal for every target: with `total` times the tolerance the result would differ
+    """Scores, sums and a tolerance, cached for all targets. With `total` times this tolerance the result would differ
     by more than rounding."""
     leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
 
@@ -102,8 +94,8 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 
 @pytest.mark.parametrize(("tau", "factor"), [(0.5, 1.0), (2.0, 4.0)])
 def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
-    """The gradient is that of exp(scores / tau), at a temperature other than 1. With factor 4 each sum is a quarter of
-    the prescribed one: off by 0.75 of it, within the tolerance; the logarithms would be off by 1.39."""
+    """The gradient is that of exp(scores / tau). With factor 4 each sum is a quarter of the prescribed one: off by 0.75
+    of it, within the tolerance; the logarithms would be off by 1.39."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": factor * p.sum(-1), "columns": factor * p.sum(-2)}
@@ -127,7 +119,7 @@ def test_sums_of_annealed_iterations(target, iterations):
         assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
 
 
-# (n, batch): more matrices than a program or a block holds; the last program is not full.
+# (n, batch): for most n more matrices than a Triton program or a CUDA block holds.
 BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (64, 3))
 
 
@@ -137,7 +129,7 @@ def test_more_matrices_than_a_program_holds(target, with_sums):
         if target.compiles and n in (4, 16, 40):
             continue  # same tiles as 3, 12 and 64
         scores, grad = torch.randn(2, batch, n, n)
-        scores[-1] *= 40  # the only one for the form with logarithms
+        scores[-1] *= 40  # a large range, for the kernels with logarithms
         leaves = {"scores": scores}
         if with_sums:
             leaves |= {"rows": torch.rand(batch, n) + 0.3, "columns": torch.rand(batch, n) + 0.3}
@@ -153,15 +145,15 @@ def test_one_iteration(target, settings):
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
-    """NaN on all sides; unaligned rows and matrices; matrices and rows of a matrix far apart."""
+    """NaN on all sides; rows of a matrix, or matrices, far apart; for CUDA also unaligned rows and matrices."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # offsets of 12 rows pass 2^31, but not 2^32
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # for n = 12 offsets pass 2^31, but not 2^32
     if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.compiles and (n == 3 or (with_sums and n == 70)):
-            continue  # n = 12 computes addresses like 3; sums are separate arrays, for which 12 is enough
+            continue  # n = 12 computes addresses as 3 does; for sums, which are separate arrays, 12 is enough
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:
@@ -211,7 +203,7 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may hold zeros for a matrix with a NaN. exp(0) = 1 has the prescribed sums n at once. n = 64 has no
+    """Kernels may hold zeros for a matrix with a NaN, and exp(0) = 1 has the prescribed sums n at once. n = 64 has no
     padding."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)
@@ -226,7 +218,7 @@ def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
 
 
 def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
-    """18 matrices: more than a CPU's vector has lanes, or than a program holds."""
+    """18 matrices are more than a CPU's vector has lanes, and more than a Triton program of the backward holds."""
     scores = torch.randn(18, 3, 3, device=target.device)
     scores[1, 1, 2] = math.nan
     sums = [torch.ones(18, 3, device=target.device, requires_grad=True) for _ in range(2)]
@@ -238,7 +230,7 @@ def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
 
 @pytest.mark.parametrize("tolerance", [None, 0.05])
 def test_sums_and_tolerance_against_the_definition(target, tolerance):
-    """Prescribed sums and early stops, also of forbidden and broken matrices, for every layout of a matrix on lanes."""
+    """Prescribed sums with and without a tolerance, also of matrices with forbidden rows and columns, or with a NaN."""
     slow = target.compiles
     batch, small = (3, ((1, 2), (4, 6), (7, 3))) if slow else (5, ((1, 2), (4, 9), (7, 5), (17, 6)))
     for (n, iterations), tau in (*itertools.product(small, (1.0, 0.02)), ((40, 1), 0.02), ((70, 2), 1.0)):

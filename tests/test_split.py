@@ -1,4 +1,4 @@
-"""MoEBERT's split: importance against per-sample weight gradients, neurons by hand, an expert equal to its neurons."""
+"""MoEBERT's split: importance against gradients of each sample, neurons by hand, outputs of experts, distillation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_importance_is_of_per_sample_gradients(shape):
         for x in batches:
             losses(x.requires_grad_()).sum().backward()
             with torch.no_grad():
-                losses(x)  # an evaluation without gradients between batches
+                losses(x)  # an evaluation between batches must not count
 
     expected = torch.zeros(7, dtype=torch.float64)
     for x in batches:
@@ -33,11 +33,11 @@ def test_importance_is_of_per_sample_gradients(shape):
             expected += ((fc1.weight * g1).sum(1) + (fc2.weight * g2).sum(0)).abs().detach()
     torch.testing.assert_close(importance.value, expected)
     losses(batches[0]).sum().backward()
-    torch.testing.assert_close(importance.value, expected)  # nothing is added outside the block
+    torch.testing.assert_close(importance.value, expected)  # batches outside the block do not count
 
 
 def test_neurons_by_hand():
-    importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # in order: 1 6 3 4 2 5 0
+    importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # from the most important on: 1 6 3 4 2 5 0
     assert [each.tolist() for each in split_neurons(importance, 2, 4, 2)] == [[1, 6, 3, 2], [1, 6, 4, 5]]
     assert [each.tolist() for each in split_neurons(importance, 2, 5, 2)] == [[1, 6, 3, 2, 0], [1, 6, 4, 5]]
     with pytest.raises(ValueError, match="split_neurons: share"):
@@ -56,7 +56,7 @@ def test_an_expert_is_its_neurons(inner, outer):
         expected = F.linear(hidden, fc2.weight[:, neurons], fc2.bias)
         found = experts(x, make_plan(torch.full((6, 1), e), 2), None)
         torch.testing.assert_close(found, expected)
-    whole = split_ffn(fc1, fc2, importance, 3, 7, 7, "relu")  # all neurons shared: the layer itself
+    whole = split_ffn(fc1, fc2, importance, 3, 7, 7, "relu")  # every expert has all neurons
     torch.testing.assert_close(whole(x, make_plan(torch.full((6, 1), 2), 3), None), fc2(F.relu(fc1(x))))
 
 

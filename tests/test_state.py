@@ -1,4 +1,4 @@
-"""The state of layers: initialisation after meta and to_empty, device and dtype, float32 routers, averages."""
+"""State of layers: initialisation after device "meta" and to_empty, device and dtype, routers in float32, averages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D, E, H, T, IDS = 6, 4, 5, 12, 9
 
 
 def makers():
-    """By name: a function (device, dtype) that makes the module."""
+    """Name -> constructor of a module, with options device and dtype."""
 
     def local(**options):
         return mnn.LocalSearch(E, 5, **options)
@@ -111,7 +111,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """The average of the int64 buffer `source` would not be a permutation."""
+    """A mean of permutations, as the int64 buffer `source` holds them, would not be one."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))
@@ -127,7 +127,7 @@ def test_the_average_of_permutations_is_a_permutation():
                 each.eval()(x)
                 assert each.module.gate.search.source[0].sort().values.tolist() == list(range(8))
     assert model.gate.search.source[0].tolist() != list(range(8))
-    for _ in range(50):  # stage two: the average converges to the final permutation
+    for _ in range(50):  # the search has ended: the average converges to its permutation
         copies[1].update_parameters(model)
     copies[1].eval()(x)
     assert torch.equal(copies[1].module.gate.search.source, model.gate.search.source)
@@ -137,7 +137,7 @@ def test_the_average_of_permutations_is_a_permutation():
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
 @pytest.mark.parametrize("kind", ["hash", "manual"])
 def test_an_averaged_table_is_the_table(kind, decay):
-    """An average of equal integers once was truncated: 7 * 0.9 + 7 * 0.1 gave 6."""
+    """A floating-point average of equal integers may be just below them, and must not be truncated."""
     gate = mnn.HashGate(500, 64) if kind == "hash" else mnn.ManualGate(range(64))
     gate.load_state_dict(gate.state_dict())
     copies = [AveragedModel(gate, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), *averages(gate)]
@@ -170,7 +170,7 @@ def test_a_search_of_an_older_state_dict_is_read(taken):
 
 
 def test_codes_are_there_after_to_empty_and_a_state_dict():
-    """The codes are not in the state dict."""
+    """The codes (`bits`) are not in the state dict."""
     torch.manual_seed(0)
     gate, x = mnn.DSelectKGate(D, 3, 2).eval(), torch.randn(T, D)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The studies of papers 000 and 001: counts by hand on small networks, and output files."""
+"""Studies of papers 000 and 001: counts by hand for small networks, and output files."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_study_that_cannot_start_explains_why(capsys):
 
 @pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
 def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
-    """For several permutations the sum of the costs, over the 80 rows, is the training loss with the permuted table."""
+    """The mean over the 80 rows of a permutation's costs is the training loss with the permuted table."""
     points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
     *ids_and_watched, stars = points.train
@@ -138,7 +138,7 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
 
 @pytest.mark.parametrize("schedule", ["paper", "wide"])
 def test_which_schedule_ends_in_a_permutation(schedule):
-    """For 30 random score matrices of 16 experts stage one ends in a permutation with "wide", never with "paper"."""
+    """From 30 random score matrices of 16 experts "wide" always ends near a permutation, "paper" never."""
     found = []
     for seed in range(30):
         search = LocalSearch(16, 100, schedule=schedule, generator=torch.Generator().manual_seed(seed)).train()
@@ -146,7 +146,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
         for _ in range(2):
             search.permutation()
         found.append(search.distance.item() < 1e-3)
-        if schedule == "wide":  # and it is the best one
+        if schedule == "wide":  # the permutation is the best one
             _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
             assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
     assert sum(found) == (30 if schedule == "wide" else 0)
@@ -168,9 +168,9 @@ def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
 
 
 def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
-    """One of three trials is drawn: the mean of their test losses, (9 + 4 + 1) / 3."""
+    """If one of three trials is drawn, the expected test loss is (9 + 4 + 1) / 3."""
     rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
     assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
     found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
-    # Two of four trials are drawn: the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
+    # If two of four trials are drawn, the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
     assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

@@ -1,4 +1,4 @@
-"""gpt_oss's clamped, interleaved SwiGLU as an activation of grouped_gemm and expert_mlp, on every backend."""
+"""The clamped SwiGLU of gpt_oss, with gates in even columns, in grouped_gemm and expert_mlp, on every backend."""
 
 from __future__ import annotations
 

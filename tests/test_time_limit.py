@@ -1,4 +1,4 @@
-"""A test that never returns fails, in Python and in C++, and the tests after it still run."""
+"""A test that never returns fails, in Python and in C. Under pytest-xdist the tests after it still run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_endless_loop_is_a_failure(tmp_path, workers):
     environment = {"PYTHONPATH": str(HERE), "PATH": "/usr/bin:/bin"}
     ran = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "in test_cpp_spins_and_holds_the_lock" in ran.stderr  # the watchdog's stack of the test
+    assert "in test_cpp_spins_and_holds_the_lock" in ran.stderr  # the stack that the watchdog printed
     if workers:
         assert "Timeout (>1.0s) from pytest-timeout" in ran.stdout
         assert "3 failed, 2 passed" in ran.stdout

@@ -31,7 +31,7 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": masked,
-    # Zeros read past the row would be the largest elements in the first of these, the smallest in the second.
+    # A zero read past the end of a row would be the largest logit in the first of these, the smallest in the second.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
-    # (T, E): CUDA reads four logits at once if E is a multiple of 4.
+    """Pairs (T, E). CUDA reads four logits at once if E is a multiple of 4."""
     return ((3, 1), (3, 33), (3, 36)) if target.executed else ((0, 5), (3, 1), (5, 32), (9, 33))
 
 
@@ -53,7 +53,7 @@ def gate_and_gradient(logits, k, order, grad, backend, place=torch.clone):
 
 
 def assert_near(got, same_dtype, exact, floor: float) -> None:
-    """Allows twice the error of the reference in the same dtype, against float64, plus the floor."""
+    """Allows twice the largest error of the reference in the same dtype, both against float64, plus the floor."""
     finite = exact.isfinite()
     assert torch.equal(got.isfinite(), finite)
     got, same_dtype, exact = got[finite].double(), same_dtype[finite].double(), exact[finite]
@@ -79,20 +79,20 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert got[1].dtype == torch.int32
             assert torch.equal(got[1], exact[1]), (num_experts, k)
             assert got[0].dtype == got[2].dtype == dtype
-            assert not got[0][exact[0] == 0].any()  # a forbidden expert's weight is exactly 0
-            assert_near(got[0], same[0], exact[0], floor)  # weights are at most 1
+            assert not got[0][exact[0] == 0].any()
+            assert_near(got[0], same[0], exact[0], floor)
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
 
-# (T, E, K). E: the sizes for which CUDA has kernels are up to 128, up to 256, up to 1024, and more. K: 32, the lanes of
-# a warp; one more; 300, more than the 256 that the CPU selects one by one. T: the last program or block is partial.
+# (T, E, K). T is no multiple of the 4 tokens of a CUDA block. CUDA has kernels for E up to 128, 256, 1024, and above. A
+# warp has 32 lanes: K is 32, or 33. The CPU selects up to 256 choices one by one, but not 300.
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
 def test_many_experts_choices_and_tokens(target, kind, order):
-    # Where kernels must be compiled, each order has every second size, so that both have small and large ones.
+    # Each size and order compiles kernels of Triton, so there an order has every second size.
     for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
         grad = torch.randn(k, tokens, device=target.device).t()  # not contiguous in the last dimension
@@ -221,7 +221,8 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """An infinite gradient makes those to all logits of the token ("softmax_topk"), or to chosen ones, not finite."""
+    """An infinite gradient of a weight makes those of all logits of its token ("softmax_topk"), or of the chosen ones,
+    infinite or NaN."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

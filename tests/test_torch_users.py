@@ -23,7 +23,7 @@ SQUARE, OFFSETS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0
 PLAN = mk.make_plan(torch.tensor([[0, 1], [1, 0], [0, 1], [1, 1]]), 2)
 BITS = pack_bits(torch.tensor([[True, False, True, False], [False, True, True, False]] * 2))
 
-# Calls on x (4, 4). Those of ROWS have batching rules for vmap.
+# Calls on x (4, 4). torch.vmap takes those of ROWS.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "kwta": lambda x: mk.kwta(x, 2),
     "kwta of ties": lambda x: 1 + mk.kwta(x.detach().round(), 2, values=x, ties="strict"),
@@ -54,7 +54,6 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor, hook: Callable[[Tensor], 
     return torch.autograd.grad(y.square().sum(), x)[0]
 
 
-# Imports.
 @pytest.mark.parametrize("first", ["moe_kernels", "torch.utils.flop_counter"])
 def test_flops_are_counted_whichever_is_imported_first(first):
     code = f"import torch, {first}; import moe_kernels as mk; from torch.utils.flop_counter import FlopCounterMode\n"
@@ -64,7 +63,6 @@ def test_flops_are_counted_whichever_is_imported_first(first):
     assert done.stdout.strip() == "200"
 
 
-# Profilers.
 def test_a_profiler_sees_the_operators():
     layer, x = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)), torch.randn(6, D)
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -81,10 +79,9 @@ def test_flops_of_a_layer_are_counted_once():
     assert counter.get_total_flops() == 2 * 6 * D * E + 2 * 12 * (D * H + H * D) + 2 * 12 * D
 
 
-# Export; that of layers is in test_export.py.
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_was_exported_without_gradients_has_them(call):
-    """The exported forward pass keeps nothing for backward, so backward computes it again."""
+    """The exported forward pass saves nothing for backward, which must compute it again."""
     f = (ROWS | OTHERS)[call]
 
     class Module(nn.Module):
@@ -97,7 +94,6 @@ def test_what_was_exported_without_gradients_has_them(call):
     torch.testing.assert_close(gradient(exported, x), gradient(f, x))
 
 
-# torch.jit.trace.
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_a_trace_computes_the_same(call):
     f = (ROWS | OTHERS)[call]
@@ -107,12 +103,11 @@ def test_a_trace_computes_the_same(call):
 
 @pytest.mark.parametrize(("policy", "words"), [("capacity", "make_plan: capacity"), ("expert choice", "T")])
 def test_a_trace_of_a_layer_is_refused_by_name(policy, words):
-    """Capacities would become constants of the trace."""
+    """The trace would hold the capacity, which depends on the number of tokens, as a constant."""
     with pytest.raises(TypeError, match=f"{words} must be an int, got Tensor"):
         torch.jit.trace(LAYERS[policy](), (torch.randn(5, 6),), check_trace=False)
 
 
-# torch.func and batched gradients.
 @pytest.mark.parametrize("call", ROWS)
 @pytest.mark.parametrize("dim", [0, 2])
 def test_vmap(call, dim):
@@ -168,11 +163,10 @@ def test_vmap_of_a_backward_is_refused_by_name():
         torch.vmap(lambda grad: torch.autograd.grad(y, x, grad)[0])(torch.randn(3, *y.shape))
 
 
-# torch.compile.
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("call", [*ROWS, "expert_norms"])
 def test_outputs_have_their_gradient_compiled(call, backend):
-    """With torch 2.11 a gate whose forward ended with a conversion to its own dtype lost its gradient."""
+    """torch 2.11 lost the gradient of a compiled gate if its forward ended with a conversion to the same dtype."""
     torch._dynamo.reset()
     f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     with mk.use_backend(backend):
@@ -202,7 +196,6 @@ def test_a_new_temperature_is_no_new_graph(anneal_from):
             torch.testing.assert_close(compiled(x, tau), soft(x, tau))
 
 
-# Hooks on saved tensors.
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_saved_tensors_that_come_back_with_other_strides(call):
     def other(x: Tensor) -> Tensor:
@@ -216,7 +209,7 @@ def test_saved_tensors_that_come_back_with_other_strides(call):
 
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_is_changed_before_backward_is_noticed(call):
-    """A change of x is an error if backward reads x itself; else the gradient is that of the old x."""
+    """If backward reads x itself, a change of x in place is an error. Otherwise the gradient is that of the old x."""
     f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     leaf = x.clone().requires_grad_()
     given = leaf.clone()
@@ -232,7 +225,6 @@ def test_what_is_changed_before_backward_is_noticed(call):
         torch.testing.assert_close(found, gradient(f, x))
 
 
-# Another default device.
 @pytest.mark.parametrize("call", [*ROWS, "grouped_gemm", "dispatch", "combine", "expert_mlp", "expert_norms"])
 def test_tensors_of_the_cpu_beside_another_default_device(call):
     x, f = torch.randn(4, 4), (ROWS | OTHERS)[call]
@@ -263,7 +255,6 @@ def test_plans_trees_and_harden_beside_another_default_device(backend):
         torch.testing.assert_close(one, other)
 
 
-# Dimensions of size 0.
 @pytest.mark.parametrize("shape", [(1, 0, 0), (0, 3, 3), (0, 0, 0), (0, 0)])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_sinkhorn_of_nothing(shape, backend):
@@ -295,7 +286,6 @@ def test_layer_of_no_features(shape, backend):
             assert y.shape == x.grad.shape == shape
 
 
-# Instruction sets, and views with torch's negative bit.
 def test_an_unknown_instruction_set_is_named():
     done = subprocess.run(
         [sys.executable, "-c", "import moe_kernels as mk, torch; mk.kwta(torch.randn(3), 1, backend='cpu')"],
@@ -314,9 +304,8 @@ def test_a_negative_view_is_read_negated(call):
     torch.testing.assert_close(f(torch._neg_view(x)), f(-x))
 
 
-# Threads of Python.
 def test_short_kernels_keep_the_gil(monkeypatch):
-    """If other threads wait for the GIL, to release and retake it costs more than a kernel of 10 us."""
+    """While other threads wait for the GIL, releasing and retaking it takes longer than a kernel of 10 us."""
     released = {}
 
     class Recorded:

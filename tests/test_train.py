@@ -23,7 +23,7 @@ from moe_kernels.train.loop import Run
 
 @pytest.fixture(name="arguments")
 def small_arguments(monkeypatch):
-    """parse(...): a small command line of the recipe comet on the CPU, with the data set "blobs" by default."""
+    """arguments(*words): the parsed command line of a small run of recipe comet on the CPU, with data set "blobs"."""
     monkeypatch.setattr(train, "load", lambda name: blobs() if name == "blobs" else data.load(name))
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
@@ -36,7 +36,6 @@ def small_arguments(monkeypatch):
 
 
 def numbers(path) -> list:
-    """The numbers of a result, without times."""
     return [
         {key: value for key, value in run.items() if key not in ("rows", "setup_seconds")}
         | {"rows": [{k: v for k, v in row.items() if k != "seconds"} for row in run["rows"]]}
@@ -63,7 +62,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
         last = run["rows"][-1]
         assert last["test accuracy"] > 0.9
         assert (last["neurons"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
-        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # none at step 0, as in the papers
+        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # no evaluation at step 0, as in the papers
         assert last["entropy"] is None  # JSON has no NaN
         assert any(
             row["side"] == run["side"] and row["step"] == "9" and float(row["test loss"]) == last["test loss"]
@@ -72,9 +71,9 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
     standard, sparse = report["summary"]
     accuracies = [run["rows"][-1]["test accuracy"] for run in report["runs"] if run["side"] == "comet"]
     assert sparse["metric"] == pytest.approx([sum(accuracies) / 2, abs(accuracies[0] - accuracies[1]) / math.sqrt(2)])
-    multiplications = 12 * 24 + 24 * 24 * 2 + 24 * 3
-    assert standard["flops"] == 2 * multiplications
-    assert sparse["flops"] == 2 * (multiplications + 12 * 24 + 24 * 24 * 2) + 3 * 24 * 2  # routing; selection, masks
+    routing, output = 12 * 24 + 24 * 24 * 2, 24 * 3
+    assert standard["flops"] == 2 * (routing + output)
+    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 * 24: selection of neurons; again: masks
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -88,7 +87,7 @@ def test_the_seed_decides_every_number_but_the_time(arguments, tmp_path):
 
 
 def test_a_step_is_sgd_with_momentum_by_hand():
-    """Two steps of the dense side against autograd's gradients with the update by hand."""
+    """Two steps of the dense model against updates by hand with autograd's gradients."""
     recipe = comet.Comet(sides=("standard",), width=(8,), lr=0.1, batch_size=48)
     points = blobs()
     run = Run(recipe, 0, Splits(points, points.train, points.test))
@@ -121,11 +120,11 @@ def test_both_networks_learn_digits(arguments, tmp_path):
 
 def another_winner(original, *args):
     y, bits = original(*args)
-    return y, bits ^ 1  # inverts the first neuron's mask in every layer, not its value
+    return y, bits ^ 1  # inverts the mask bit of neuron 0; its value stays
 
 
 def all_of_a_sample(original, values, bits):
-    """All neurons of one sample are active, and learn."""
+    """In backward all neurons of the first sample are active."""
     bits = bits.clone()
     bits[0] = -1
     return original(values, bits)
@@ -150,9 +149,11 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 
 @dataclasses.dataclass(frozen=True)
 class Edge(recipes.Recipe):
-    """48 samples, a hidden ReLU layer, then the one of two experts with the larger score. The checked run adds `off` to
-    the argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of
-    expert 1 for sample 1), and multiplies the loss by `scale`."""
+    """A hidden ReLU layer, then that of two experts with the larger score.
+
+    The arguments of the ReLUs are 0 for sample 0, both scores are equal for sample 1. `off` is added to the argument of
+    neuron 0, `tie` to the score of expert 0, and the loss is multiplied by `scale`.
+    """
 
     off: float = recipes.option(0.0, "on the argument of the ReLU")
     tie: float = recipes.option(0.0, "on the score of expert 0")
@@ -202,12 +203,12 @@ def test_agreement_check_allows_kinks_and_ties(monkeypatch, changed):
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "PAIRS", 0)
         found = [edge(**{name: sign * value for name, value in changed.items()}) for sign in (1, -1)]
-    assert not all(each.passed for each in found)  # with the other sign there is no difference
+    assert not all(each.passed for each in found)  # without repetitions the check fails for one of the signs
 
 
 @pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
 def test_agreement_check_catches_a_fault_beside_a_kink_and_a_tie(changed):
-    """The same network, with differences at its kink and tie that are larger than rounding."""
+    """A difference that is larger than rounding fails, also in a network with a kink and a tie."""
     found = edge(**changed)
     assert not found.passed
     assert found.steps[0].repeated == 2 * agreement.PAIRS
@@ -230,7 +231,7 @@ def test_the_reference_backend_has_no_agreement_check(arguments, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # steps 1 to 12 tune, 13 to 18 are of seed 0, then seed 1
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # 1 to 12: tuning; 13 to 18: seed 0; then seed 1
 def test_a_resumed_run_equals_an_uninterrupted_one(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0
@@ -317,7 +318,7 @@ def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, mo
 
 
 def test_tuning_does_not_use_the_test_set(arguments, monkeypatch, tmp_path):
-    """Labels of the test set are wrong: a choice by them would take the rate that learns nothing."""
+    """The labels of the test set are wrong: a choice by test results would take the rate that learns nothing."""
     points = blobs(400)
     wrong = data.Images(**vars(points) | {"test_y": (points.test_y + 1) % 3})
     monkeypatch.setattr(train, "load", lambda name: wrong)

@@ -19,7 +19,7 @@ from moe_kernels.train.loop import Run, area_under_roc
 
 
 def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
-    """Two sides and three keep fractions give six runs, a table of the metric over the fractions, and a picture."""
+    """Two compared models (sides) and three keep fractions: six runs, a table of metric by fraction, and a picture."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ("--keep", "0.1", "0.5", "1", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
@@ -58,8 +58,8 @@ def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch
 
 @pytest.mark.parametrize("steps", [None, 5])
 def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
-    """The learning rate makes the model worse after a while: the saved model is that of the best evaluation, also after
-    an interruption, and two evaluations later the run stops."""
+    """At this learning rate the model becomes worse after some steps. The run stops two evaluations after the best one
+    and saves the model of the best one, also if it was interrupted."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
     args = arguments(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)
@@ -103,7 +103,7 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     found = {run["side"]: (run["flops"], run["flops_known"]) for run in json.loads(path.read_text())["runs"]}
     routing = 2 * (12 * 24 + 24 * 24 * 2)
     assert found["standard"][0] == found["standard"][1]
-    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # plus the selections
+    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # the rest: k-winner-take-all
     assert "with kept masks" in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_area_under_roc_counts_pairs():
 
 
 def test_a_picture_draws_the_task_s_loss_and_names_the_rest(monkeypatch, tmp_path):
-    """If the metric of a recipe is a loss, the first axis shows the test loss."""
+    """The metric is a loss here, so the first axis shows the test loss."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))

@@ -1,6 +1,8 @@
-"""Tiny random models of transformers: logits, loss and gradients with our kernels against those with eager experts."""
+"""Small random models of transformers: results with experts implementation "moe_kernels" against those with "eager"."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def step(model: nn.Module, implementation: str) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the classes that called the implementation "counted", which is ours."""
+    """Names of the classes that called "counted", an experts implementation that calls that of moe_kernels."""
     count = []
 
     def counted(*args):
@@ -104,7 +106,7 @@ def test_loss_logits_and_gradients_are_those_of_eager(kind, calls):
     model = model_of(kind)
     loss, logits, expected = step(model, "eager")
     ours, our_logits, gradients = step(model, "counted")
-    assert calls, "no experts class took the implementation"
+    assert calls, "no class called the experts implementation"
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(our_logits, logits, rtol=1e-5, atol=1e-5)
     for name, grad in expected.items():
@@ -188,7 +190,7 @@ def test_no_tokens(kind):
     assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: a launch for each product
+@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: one call of C++ for each product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)
@@ -227,7 +229,7 @@ def test_without_gradients_errors_are_those_with_them(wrong):
 
 
 def test_every_flag_of_the_decorator():
-    """Every combination of transposed, biases, gate and norm against a loop over tokens and choices."""
+    """Every combination of the decorator's four flags against a loop over tokens and choices."""
 
     def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
         @moe.use_experts_implementation(
@@ -266,9 +268,7 @@ def test_every_flag_of_the_decorator():
 
     torch.manual_seed(0)
     chosen, weights = routing(7, 3)
-    for flags in (
-        (a, b, c, d) for a in (False, True) for b in (False, True) for c in (False, True) for d in (False, True)
-    ):
+    for flags in itertools.product((False, True), repeat=4):
         experts, x = build(*flags), torch.randn(7, 8, requires_grad=True)
         leaves = [x, *experts.parameters()]
         experts.config._experts_implementation = "eager"

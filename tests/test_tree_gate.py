@@ -1,4 +1,4 @@
-"""tree_gate: values by hand, gradients, saturation, special values and errors."""
+"""tree_gate: values by hand, gradients, saturated nodes, special values and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(t: float, gamma: float) -> float:
 
 
 def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -> list[float]:
-    """Leaf probabilities from left to right by recursion over heap ids, with Python's floats."""
+    """Leaf probabilities from left to right, in Python's floats. `node` has children 2 node + 1 and 2 node + 2."""
     if node >= len(split):
         return [prob]
     h = step(split[node], gamma)
@@ -52,7 +52,7 @@ def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -
 
 
 def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: float, weigh=lambda p: p) -> list[float]:
-    """Eq. 3 for one token over all trees, with Python's floats; parity modes change `weigh`."""
+    """Eq. 3 of paper 001 for one token, in Python's floats. `weigh`: what a parity mode makes of a probability."""
     masses = [
         [weigh(p) * math.exp(a) for p, a in zip(leaves(s, gamma), row, strict=True)]
         for s, row in zip(split, leaf, strict=True)
@@ -73,12 +73,12 @@ def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True,
 
 
 def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
-    """Arguments with the pre-activations split (T, K, E-1) and leaf (T, K, E): x is one-hot, the weights hold them."""
+    """Arguments with the pre-activations `split` (T, K, E-1) and `leaf` (T, K, E), which are weights of a one-hot x."""
     eye = torch.eye(split.shape[0], dtype=split.dtype, device=split.device)
     return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
 
 
-COLUMNS = ("x", "split_weight", "leaf_weight")  # arguments whose last dimension the products sum over
+COLUMNS = ("x", "split_weight", "leaf_weight")  # products sum over the last dimension of these
 
 
 def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) -> dict[str, torch.Tensor]:
@@ -90,9 +90,9 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 
 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
-    """gate_and_gradients of the reference with four orders of the columns.
+    """gate_and_gradients of the reference with four orders of the columns of x and the weights.
 
-    Every order of a sum is valid and processors use different ones, but near a node's clamp one order may have 20 times
+    Every order of a sum is valid, and processors use different ones. Near a node's clamp one order may have 20 times
     the error of another.
     """
     found = []
@@ -106,7 +106,7 @@ def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torc
 
 
 def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.Tensor, floor: float, what: object):
-    """Allows twice the largest error of the references in the same dtype, against float64, plus the floor."""
+    """Allows twice the largest error of the references in the same dtype, plus `floor`, all against float64."""
     assert got.isfinite().all(), what
     if exact.numel():
         size = max(1.0, float(exact.abs().max()))
@@ -115,8 +115,8 @@ def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
-    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. If one
-    leaf alone is reached, its gate is exactly 1, also with the errors of PTX's .approx instructions."""
+    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. If only one
+    leaf is reached, its gate is exactly 1, also with the errors of PTX's .approx instructions."""
     for experts in range(2, 18):
         split = torch.zeros(experts, 1, experts - 1)
         ids = []
@@ -142,7 +142,7 @@ def walk(node: int, experts: int) -> list[int]:
     return walk(2 * node + 1, experts) + walk(2 * node + 2, experts)
 
 
-# Pre-activations of two trees of five experts. PLAIN has no saturated node, SATURATED has two in its first tree.
+# Pre-activations of two trees of five experts. At gamma = 1, two nodes of SATURATED's first tree are saturated.
 PLAIN = [[0.1, -0.2, 0.3, 0.0], [-0.4, 0.25, 0.05, -0.1]]
 SATURATED = [[0.6, -0.2, 0.3, -0.5], [-0.4, 0.25, 0.05, -0.1]]
 LEAF = [[0.5, -1.0, 2.0, 0.0, 1.5], [1.0, 0.3, -0.7, 0.9, -0.2]]
@@ -164,20 +164,20 @@ def test_five_experts_by_hand(target):
         assert (gates[0].cpu().double() - expected).abs().max() < tolerance
         by_hand = torch.tensor([leaves(each, 1.0) for each in split], dtype=torch.float64)
         assert (probs[0].cpu().double() - by_hand).abs().max() < tolerance
-    # The saturated tree in numbers: the root goes left, and node 3 goes right.
+    # In the saturated tree the root goes left, and node 3 goes right.
     h = step(-0.2, 1.0)
     assert probs[0, 0].tolist() == pytest.approx([0, h, 1 - h, 0, 0], abs=tolerance)
     assert probs[0, 0][[0, 3, 4]].eq(0).all()
 
 
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
-    """(T, P, K, E)"""
+    """Tuples (T, P, K, E)."""
     if target.executed:
-        # On CUDA 9 or more tokens take several blocks, the last one partial (but for 64 leaves in backward). Triton has
-        # another layout for multiples of 16 leaves.
+        # On CUDA some of these take several blocks, the last one partial. Triton lays out 80 leaves in another way.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
-        # CUDA has kernels for powers of two: forward from 8 to 1024 leaves, backward from 32 to 512. Forward also takes
-        # rows of 16 n bytes between, with leaves left out, but not 260 and 520: a lane would have leaves at two depths.
+        # CUDA has kernels for powers of two: for 8 to 1024 leaves forward, 32 to 512 backward. The forward ones also
+        # take other sizes with rows of a multiple of 16 bytes, but not 260 and 520: a lane would have leaves of two
+        # levels.
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
         between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return (*few, *own, (2, 4, 1, 8), *between) if target.backend == "cuda" else few
@@ -194,8 +194,8 @@ def test_gates_and_gradients(target, dtype, parity):
         pytest.skip(reason)
     sizes = shapes(target)
     if target.compiles:
-        # Each size and dtype compiles two kernels. All compute in float32; 16-bit dtypes differ by loads and stores, so
-        # each of them runs half of the sizes.
+        # Each size and dtype compiles two kernels. All compute in float32, and 16-bit dtypes only load and store in
+        # another way: each of them runs half of the sizes.
         if parity is not None and dtype != torch.float32:
             pytest.skip("the constants of a parity mode are float32 in every dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
@@ -223,7 +223,7 @@ def test_gates_and_gradients(target, dtype, parity):
 
 
 def unsupported(target: Target, parity: str | None) -> str | None:
-    """The reason why a backend refuses a parity mode by name."""
+    """The error with which the target's backend refuses a parity mode; None if it takes the mode."""
     try:
         mk.tree_gate(**drawn(1, 2, 1, 3, device=target.device), gamma=1.0, parity=parity, backend=target.backend)
     except mk.BackendError as error:
@@ -262,9 +262,9 @@ def test_gradients_are_finite_at_every_scale(target):
 
 
 def test_next_to_the_clamp_with_everything_at_stake(target):
-    """Nodes one rounding from saturation lead to a leaf with a dominating logit: 0 times an overflow would be NaN."""
+    """Nodes one rounding from saturation lead to a leaf with a far larger logit. 0 times an overflow would be NaN."""
     edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
-    for experts in (2, 4, 8):  # the probability of leaf 0: 3e-15, 7e-30, 2e-44
+    for experts in (2, 4, 8):  # leaf 0 has probability 3e-15, 7e-30, 2e-44
         split = torch.full((2, 1, experts - 1), edge, device=target.device)
         leaf = torch.zeros(2, 1, experts, device=target.device)
         leaf[0, 0, 0], leaf[1, 0, 0] = 300.0, 1e6
@@ -272,14 +272,14 @@ def test_next_to_the_clamp_with_everything_at_stake(target):
         found = gate_and_gradients(identity(split, leaf), grads, target.backend, gamma=1.0)
         for name, each in found.items():
             assert each.isfinite().all(), (experts, name)
-        # Probabilities below the smallest normal number, 1e-38, count as 0.
+        # Leaves of a probability below the smallest normal number, 1.2e-38, do not count.
         assert found["gates"][:, 0].tolist() == [1.0, 1.0] if experts < 8 else [0.0, 0.0]
 
 
 def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(target):
     split = torch.tensor([[[0.8, 0.1, -0.5]], [[0.5, -3.0, 0.2]]], device=target.device)  # tokens 0 and 1, one tree
     leaf = torch.tensor([[[0.3, -0.2, 900.0, 800.0]], [[INF, 0.4, NAN, -INF]]], device=target.device)
-    # Biases hold the logits of one token at a time: a product with a one-hot x would spread NaN.
+    # Biases hold the logits, for one token at a time: a product of a one-hot x with NaN would be NaN for all tokens.
     for token in range(2):
         weights = {"split_weight": torch.zeros(1, 3, 2), "leaf_weight": torch.zeros(1, 4, 2)}
         arguments = {"x": torch.zeros(1, 2)} | weights
@@ -307,7 +307,7 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
 def test_gpu_kernels_round_their_results(target, experts):
     """Kernels return gates and leaf probabilities in the dtype of x, without a cast in another kernel."""
     if target.backend not in ("triton", "cuda"):
-        pytest.skip("the CPU's kernels compute in float32 and have their results cast")
+        pytest.skip("on the CPU the kernels return float32, and torch rounds it")
     given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
     gates, leaf_probs, *_ = library.ops.tree_gate_fwd(*given, 1.0, "", target.backend)
     assert (gates.dtype, leaf_probs.dtype) == (torch.bfloat16, torch.bfloat16)
@@ -346,10 +346,10 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
-    # A sum of 80 terms takes two steps. A read past the end of a row of x or weights would find the next row's NaN.
+    # A sum of 80 terms takes two steps. A read past the end of a row of x would find a NaN in the next row.
     arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
     arguments["split_bias"][:, 0] = 50.0
-    arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right
+    arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # roots go left, the last leaf is right
     gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend="triton")
     assert gates.isfinite().all(1).tolist() == [True, False, True]
     apart = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
@@ -416,7 +416,7 @@ def test_compiles_whole_forward_and_backward():
         gates, probs = mk.tree_gate(**arguments, gamma=1.0)
         return gates[:, 0].sum() - (probs * (probs + 1e-6).log()).sum()
 
-    # Only the trace is tested: inductor would take 15 s for the code around the operations.
+    # The default backend of torch.compile would take 15 s for the code around the operations.
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5):
         arguments = {name: each.requires_grad_() for name, each in drawn(tokens, 4, 2, 5).items()}

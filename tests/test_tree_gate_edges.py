@@ -36,11 +36,11 @@ def assert_agrees(target: Target, arguments: dict[str, torch.Tensor], parity: st
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
-    """Padding and leaves of probability 0 must not enter the largest logit; among logits near -200 a 0 would win."""
+    """Padding and leaves of probability 0 must not enter the largest logit: a 0 would exceed logits near -200."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # reuses kernels of test_tree_gate.py; a parity mode compiles two more for each size
+    if target.compiles:  # sizes with kernels of test_tree_gate.py; a parity mode compiles two more for each size
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 40), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
@@ -56,14 +56,14 @@ def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
     """NaN or infinity at each node and leaf, below an unsaturated and below a saturated root."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: the kernel with the trees in registers
+    sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: a kernel that holds trees in registers
     for experts, of_root in itertools.product(sizes, (0.1, 50.0, -50.0)):
         for name, column in [("split_bias", i) for i in range(experts - 1)] + [
             ("leaf_bias", i) for i in range(experts)
         ]:
             arguments = drawn(2, 4, 2, experts, device=target.device)
             arguments["split_bias"][:, 0] = of_root
-            arguments[name][column % 2, column] = value  # of the first tree, or of the second
+            arguments[name][column % 2, column] = value
             found = [
                 mk.tree_gate(**arguments, gamma=1.0, parity=parity, backend=each)
                 for each in (target.backend, "reference")
@@ -74,10 +74,10 @@ def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
 
 @pytest.mark.parametrize("parity", PARITIES)
 def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
-    """The largest logit of such a tree is -inf. Gates and gradients of the other tree must not become NaN by it."""
+    """The largest logit of such a tree is -inf, which must not make gates and gradients of the other tree NaN."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # 12: CUDA's kernel with trees in registers
+    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # 12: CUDA holds trees in registers
     for experts, forbidden in itertools.product(sizes, (0, 1)):
         arguments = drawn(3, 4, 2, experts, device=target.device)
         arguments["leaf_bias"][forbidden] = -INF
@@ -90,20 +90,20 @@ def test_leaves_hardly_reached(target, parity, probabilities):
 
 
 def test_leaves_on_either_side_of_the_least_probability(target):
-    """parity "bert" adds 1e-6 to probabilities from 1e-5 on."""
+    """parity="bert" adds 1e-6 to probabilities from 1e-5 on, and leaves out smaller ones."""
     hardly_reached(target, "bert", (0.9e-5, 1.1e-5, 3.7e-5, 1e-3))
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gates and gradients if node 1 has one of `probabilities`, and one of two leaves below it a large logit."""
+    """Checks gates and gradients if node 1 has one of `probabilities`, and a leaf below has a large logit."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    # The left-most leaf below each child of nodes 0 and 1 is reached; the others have larger logits. CUDA has another
-    # kernel for 32 leaves; for Triton another tree is another compilation.
+    # Of 32 leaves, 0, 8 and 16 are reached: the left-most ones below nodes 3, 4 and 2. The others have larger logits.
+    # CUDA has another kernel for 32 leaves; Triton would compile kernels again.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # node 1 has u^2 (3 - 2 u) with u = distance
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # reaches node 1 with u^2 (3 - 2 u), u = distance
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
@@ -119,11 +119,11 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
 
 
 def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
-    """parity "tf" leaves out only leaves of probability 0."""
+    """parity="tf" adds 1e-8 to every probability above 0, and leaves out only leaves of probability 0."""
     if reason := unsupported(target, "tf"):
         pytest.skip(reason)
     split, leaf = torch.full((1, 1, 7), -0.5), torch.zeros(1, 1, 8)
-    split[..., [0, 1, 3]], leaf[..., 0] = -0.49999994, 20.0  # 3 u^2 = 1e-14 to the left, three times
+    split[..., [0, 1, 3]], leaf[..., 0] = -0.49999994, 20.0  # three nodes go left with 3 u^2 = 1e-14
     arguments = identity(split.to(target.device), leaf.to(target.device))
     gates, leaf_probs = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend=target.backend)
     expected, _ = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend="reference")
@@ -133,19 +133,19 @@ def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
-    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37. If
-    the scale is multiplied first, a large gradient overflows; if the probability is, a small one loses digits."""
+    """Two siblings of probability 2.8e-38 have gates of one half: the softmax divides by 5.6e-38. A large gradient, if
+    divided first, overflows; a small one, if multiplied by the probability first, loses digits."""
     if target is REFERENCE:
-        pytest.skip("autograd differentiates the definition, and that overflows")
+        pytest.skip("autograd overflows in the definition")
     if depth == 5 and target.executed and target.backend == "triton":
-        pytest.skip("another tree is another compilation; CUDA has a kernel of its own for 32 leaves")
+        pytest.skip("depth 5 is for CUDA, which has another kernel for 32 leaves; Triton would compile again")
     split, leaf = torch.zeros(1, 1, 2**depth - 1), torch.full((1, 1, 2**depth), -1000.0)
-    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # 3 u^2 = 3.8e-13 to the left, three times
+    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # three nodes go left with 3 u^2 = 3.8e-13
     split[..., 7] = 9.0 if depth == 5 else 0.0
     leaf[..., :2] = 0.0
     here = identity(split.to(target.device), leaf.to(target.device))
-    # GPU kernels sum weighted gradients before they scale. Gradients of 1e-5 underflow there: the gradient of a split
-    # is 0.03, where 0 is exact.
+    # GPU kernels sum weighted gradients before they scale. With 1e-5 the terms underflow: the gradient of a split is
+    # 0.03 instead of 0.
     for size in (100.0, 1e-5) if target.backend == "cpu" else (100.0,):
         grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
         grads[0][0, :2] = size * torch.tensor([1.0, -0.5])
@@ -183,8 +183,8 @@ def test_what_lies_around_the_inputs_is_not_read(target):
 
 def test_gradients_that_start_anywhere(target):
     if target.backend == "triton":
-        pytest.skip("Triton itself specialises kernels by alignment")
-    arguments = drawn(5, 4, 1, 128, device=target.device)  # a CUDA lane reads four neighbouring leaves
+        pytest.skip("Triton compiles another kernel for another alignment")
+    arguments = drawn(5, 4, 1, 128, device=target.device)  # in backward a CUDA lane has four leaves
     grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
     for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):
@@ -202,8 +202,8 @@ def test_nan_stays_with_its_token(target):
 
 
 def test_nan_in_a_node_far_above_its_leaves(target):
-    """Kernels compute the upper levels of a large tree apart from its lower ones."""
-    for column in (0, 2, 12, 40):  # of the first, second, fourth and sixth level
+    """Kernels for large trees compute the upper levels apart from the lower ones."""
+    for column in (0, 2, 12, 40):  # nodes of the first, second, fourth and sixth level
         arguments = drawn(2, 4, 2, 64, device=target.device)
         arguments["split_bias"][1, column] = NAN
         found = [mk.tree_gate(**arguments, gamma=1.0, backend=each) for each in (target.backend, "reference")]
@@ -214,7 +214,7 @@ def test_nan_in_a_node_far_above_its_leaves(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_narrowest_and_the_widest_step(target, dtype):
     if dtype == torch.float64 and target.backend not in ("cpu", "reference"):
-        pytest.skip("float64 is for the CPU")
+        pytest.skip("kernels for GPUs do not take float64")
     arguments = {name: each.to(target.device, dtype) for name, each in D.items()}
     for gamma in (torch.finfo(dtype).tiny, 1 / torch.finfo(dtype).tiny):
         for op in (mk.tree_gate, mk.tree_route):
@@ -228,7 +228,8 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """torch.mm computes them, so that torch's setting decides about TF32; a fused kernel computes those in bfloat16."""
+    """With Triton, torch.mm computes float32 products, so that torch's settings decide about TF32. In bfloat16 a fused
+    kernel computes products and gate."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The tree gate on the CPU with mostly saturated nodes: unreached products are skipped, results stay the same."""
+"""The tree gate on the CPU with mostly saturated nodes: unneeded products are skipped, results stay right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.verify import relative_error, threads
 
-GAMMA = 0.1  # saturates 93 % of the nodes of `drawn`: each level about halves the tokens of a node
+GAMMA = 0.1  # saturates 93 % of the nodes of `drawn`, so that about half of a node's tokens reach a child
 
 pytestmark = pytest.mark.skipif(
     bool(backends.missing("cpu", "tree_gate")), reason=str(backends.missing("cpu", "tree_gate"))
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Sets the assumed overhead of skipping to 0, so that products are skipped also at these small sizes."""
+    """Sets the assumed costs of skipping to 0, so that products are skipped at these small sizes too."""
     monkeypatch.setattr(tree_gate_products_cpu, "PACKING", 0)
     monkeypatch.setattr(tree_gate_products_cpu, "OVERHEAD", 0)
 
 
 def passes_over(arguments: dict, gamma: float) -> bool:
-    """Whether a leaf's product was skipped: its pre-activation is 0, the dense product is not."""
+    """Whether leaf products were skipped, which leaves their pre-activations 0."""
     given = (arguments.get(name) for name in ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"))
     _, leaf_probs, _, leaf_logits = library.ops.tree_gate_fwd(*given, gamma, "", "cpu")
     left_out = leaf_logits == 0
@@ -39,18 +39,18 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels; up to the largest number of branches.
-# A branch is a subtree of at most 31 nodes and leaves, whose products are skipped together.
+# (T, P, K, E): full and partial last levels; up to the largest number of branches. A branch is a subtree of at most 31
+# nodes and leaves, whose products are skipped together. The kernel takes up to 256 tokens of a branch at a time.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_products_are_those_that_tokens_reach(dtype, bias):
-    """Computed pre-activations and gradients are products rounded once; those left out change no bit of a gate."""
+    """Computed pre-activations and gradients are near the exact products; skipped ones change no bit of a gate."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
-        if bias:  # with enough tokens, more of them reach a branch than are summed at a time
+        if bias:  # more tokens go left, so that more than 256 reach a branch if there are enough
             given["split_bias"][0, :2] += 0.5
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
@@ -82,18 +82,18 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
 
 
 def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
-    """Allows a rounding to got's dtype, and for each term of a sum one rounding in the dtype of the sums.
+    """Allows a rounding to got's dtype, and a rounding of each of `terms` terms in the dtype of the sum.
 
-    sizes: sums of the terms' magnitudes. They count twice, as in float64 `exact` itself has such an error.
+    sizes: sums of the terms' magnitudes. Their roundings count twice, as in float64 `exact` has such an error too.
     """
     info = torch.finfo(got.dtype)
-    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below it numbers are evenly spaced
+    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # subnormal numbers are evenly spaced
     summing = 2 * terms * torch.finfo(library.compute_dtype(got.dtype)).eps / 2 * sizes
     assert ((got.double() - exact).abs() <= 1.01 * rounding + summing).all(), what
 
 
 def test_gates_and_gradients_are_those_of_all_products():
-    """In float64: near the clamps a product's rounding is amplified 2,000 times, too much for float32."""
+    """In float64, as near a clamp the rounding error of a product grows 2,000 times, too much for float32."""
     for tokens, dim, trees, experts in SIZES:
         arguments = {name: each.double() for name, each in drawn(tokens, dim, trees, experts).items()}
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
@@ -127,7 +127,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
 
 
 def test_tokens_that_were_not_asked_first():
-    """Nodes are saturated only for the sampled tokens, every fourth one; the others reach all leaves."""
+    """Every fourth token is sampled. Nodes are saturated only for these; the other tokens reach all leaves."""
     arguments = drawn(1024, 16, 2, 64, bias=False)
     arguments["x"][torch.arange(1024) % 4 != 0] *= 1e-3
     assert not passes_over(arguments, GAMMA)
@@ -136,7 +136,7 @@ def test_tokens_that_were_not_asked_first():
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize("name", ["x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"])
 def test_a_product_that_could_be_nan_is_made(name, value):
-    """The value is in x, or in a node or leaf of the last branch, which most tokens do not reach."""
+    """The value is the last element of x, or of a weight or bias in the last branch, which few tokens reach."""
     arguments = drawn(200, 20, 2, 64, bias="bias" in name)
     assert passes_over(arguments, GAMMA)
     arguments[name][(-1,) * arguments[name].dim()] = value
@@ -146,7 +146,7 @@ def test_a_product_that_could_be_nan_is_made(name, value):
 
 
 def test_same_bits_whatever_the_threads_and_strides():
-    """Gradients of the nodes above the branches, which torch computes, are 0 here."""
+    """Gradients of the nodes above the branches are 0 here: the order of their sums may depend on the threads."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])
@@ -167,7 +167,7 @@ def test_same_bits_whatever_the_threads_and_strides():
 
 
 def test_who_reaches_a_branch_is_read_where_it_stands():
-    """Backward reads a strided view of the pre-activations of all nodes; a token that it misses loses a gradient."""
+    """Backward passes a strided view of the pre-activations; a token that it missed would lose its gradient."""
     top = torch.randn(90, 2, 63)[:, :, :3]
     strided, own = (tree_gate_products_cpu._reached(cpu, each, GAMMA, 1.0) for each in (top, top.contiguous()))
     assert torch.equal(strided.offsets, own.offsets)

@@ -1,4 +1,4 @@
-"""tree_route: equals the gate for saturated trees, else keeps the likeliest leaf; values by hand, special values."""
+"""tree_route: the gate's values for saturated trees, else the likeliest leaf's; values by hand, special values."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_route_is_the_gate_of_saturated_trees(target):
             assert found.unsaturated.dtype == torch.bool
             assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
             dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
-            allowed = 0.03 if dtype != torch.float32 else 1e-5  # an ulp of bfloat16 logits from 4 to 8
+            allowed = 0.03 if dtype != torch.float32 else 1e-5  # bfloat16 logits from 4 to 8 are multiples of 0.03
             torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
             depth = math.ceil(math.log2(experts))
-            shallow = 2**depth - experts  # leaves one level up, on the right
+            shallow = 2**depth - experts  # number of leaves one level up, on the right
             path = depth - (probs.argmax(-1) >= experts - shallow).int() * (shallow > 0)
             assert torch.equal(found.visited[certain].long(), path[certain].long())
 
@@ -48,13 +48,13 @@ def test_route_keeps_the_likeliest_leaf(target):
         assert (found.visited >= least.visited).all()
         assert (found.visited <= size[3] - 1).all()
         _, probs = mk.tree_gate(**arguments, gamma=3.0, backend="reference")
-        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: a tree before chose the leaf
+        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: an earlier tree chose this leaf
         assert torch.equal(probs.gather(-1, kept[..., None])[..., 0], probs.amax(-1))
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[:, 0]))
 
 
 def test_route_by_hand(target):
-    """Three trees of four experts: the first and the last choose expert 2; then a tree with four equal leaves."""
+    """Three trees of four experts, of which the first and the last choose expert 2; then one with four equal leaves."""
     split = torch.tensor([[[-9.0, 0.0, 9.0], [9.0, 9.0, 0.0], [-9.0, 0.0, 9.0]]], device=target.device)
     leaf = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]]], device=target.device)
     weights, chosen, found = mk.tree_route(**identity(split, leaf), gamma=1.0, statistics=True, backend=target.backend)
@@ -72,8 +72,8 @@ def test_route_by_hand(target):
 
 
 def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
-    """Two leaves have the largest probability, 27/32 * 5/32. One is right of the root and left of node 2; on the right
-    of node 2 the probability is divided by 8. The other, leaf 0, is left of the root and of node 1."""
+    """Two leaves have the largest probability, 27/32 * 5/32. A search first meets the one right of the root and left of
+    node 2; right of node 2 a leaf has an eighth of 27/32 * 27/32. The other, leaf 0, is left of the root and node 1."""
     nodes = torch.zeros(31)
     nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
     for subtree in (3, 5):
@@ -92,7 +92,7 @@ def test_route_shows_nan(target):
     arguments["x"][1, 2] = NAN
     arguments["leaf_bias"][1, 5] = NAN
     arguments["split_bias"][:, 0] = 50.0
-    arguments["split_bias"][:, 2] = NAN  # right of a root that goes left: never read
+    arguments["split_bias"][:, 2] = NAN  # right of a root that goes left, so not read
     got = mk.tree_route(**arguments, gamma=1.0, backend=target.backend)
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     assert torch.equal(got[1], expected[1])
@@ -104,8 +104,8 @@ def test_route_shows_nan(target):
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 5])
 def test_every_combination_of_nodes(target, experts):
-    """All combinations of nodes at 1/2, at 0.78 (but for 5 experts), saturated and NaN: ties, and NaN as likely as the
-    best leaf."""
+    """All combinations of nodes that go left with probability 1/2, 0.78 (not for 5 experts), 1 or 0, or are NaN: ties,
+    and NaN as likely as the best leaf."""
     values = (0.0, 0.2, 9.0, -9.0, NAN) if experts < 5 else (0.0, 9.0, -9.0, NAN)
     leaf = torch.randn(1, experts)
     for nodes in itertools.product(values, repeat=experts - 1):
@@ -131,7 +131,7 @@ def test_every_combination_of_nodes(target, experts):
     "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
-    """NaN on all sides of x; unaligned rows of x and of weights; rows far apart; leaf logits far below zero."""
+    """NaN on all sides of x; unaligned x, weights and biases; rows of x far apart; leaf logits far below zero."""
     arguments = drawn(*sizes, device=target.device)
     arguments["leaf_bias"] -= 200.0
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
@@ -150,7 +150,7 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
 
 
 def test_a_node_whose_smaller_share_rounding_hides_is_not_saturated(target):
-    """In float32 1 - 3e-10 rounds to 1: the best leaf is as likely as its node."""
+    """In float32 1 - 3e-10 rounds to 1, so the best leaf has the probability of its node."""
     split = torch.tensor([[[0.49999]], [[9.0]]], device=target.device)
     arguments = identity(split, torch.zeros(2, 1, 2, device=target.device))
     for backend in (target.backend, "reference"):
@@ -170,7 +170,7 @@ def test_nan_in_one_of_several_trees(target):
 
 
 def test_logits_are_rounded_as_a_matrix_product_is(target):
-    """257 is 256 in bfloat16, so that two trees have the same logit."""
+    """257 rounds to 256 in bfloat16, so two trees have the same logit."""
     arguments = {
         "x": torch.ones(1, 2),
         "split_weight": torch.tensor([[[8.0, 1.0]], [[-8.0, -1.0]]]),
@@ -190,7 +190,7 @@ def test_of_tokens_without_elements_the_biases_decide(target):
 
 
 def test_a_nan_is_likelier_than_one_met_after_it(target):
-    """Nodes that are NaN are reached with probability 0.56 and 0.28, the best leaf with 0.44."""
+    """Nodes that are NaN have probability 0.56 and 0.28, the best leaf 0.44: the weight is NaN."""
     split = torch.tensor([[[0.04, NAN, 9.0, 0.0, 9.0, 9.0, 9.0, NAN]]], device=target.device)
     arguments = identity(split, torch.zeros(1, 1, 9, device=target.device))
     for backend in (target.backend, "reference"):

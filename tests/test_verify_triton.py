@@ -1,4 +1,4 @@
-"""The small cases of moe_kernels.verify launch every Triton kernel of operations with several kernels."""
+"""The small cases of moe_kernels.verify launch every Triton kernel of the plans, of sinkhorn and of tree_gate."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 @pytest.mark.parametrize("ops", [PLANS, ("sinkhorn",), ("tree_gate",)], ids=["plan", "sinkhorn", "tree_gate"])
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
-        pytest.skip(reason)  # with a GPU, Triton takes no CPU tensors
-    # Every kernel of this module must be launched. Launches of all modules are recorded, as operations share kernels.
+        pytest.skip(reason)  # on a machine with a GPU, Triton takes no CPU tensors
+    # Launches from all modules are recorded, as operations share kernels.
     module = importlib.import_module(f"moe_kernels.backends.triton.{backends.file_of('triton', ops[0])}")
     launched = set()
     for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):
@@ -32,7 +32,7 @@ def test_every_kernel_is_launched(ops, monkeypatch):
             launch(kernel, *arguments, **named)
 
         monkeypatch.setattr(each, "launch", record)
-    # Sinkhorn chooses its kernels by size, not by dtype; another dtype would compile all 19 again.
+    # Sinkhorn chooses its kernels by size, not by dtype; another dtype would compile all of them again.
     dtypes = (torch.float32,) if ops == ("sinkhorn",) else (torch.float32, torch.bfloat16)
     verdicts = [check(op, "triton", dtype, "cpu", small=True) for op in ops for dtype in dtypes]
     assert {each.verdict for each in verdicts} == {"ok"}, verdicts
@@ -40,7 +40,7 @@ def test_every_kernel_is_launched(ops, monkeypatch):
 
 
 def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
-    """Triton 3.6 interprets a loop bound as an array, which numpy 2.4 refuses."""
+    """In the interpreter of Triton 3.6 a loop bound is an array, which numpy 2.4 refuses to convert."""
     from moe_kernels.backends import triton as kernels
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")

@@ -1,8 +1,8 @@
 """Ends the process of a test that pytest-timeout cannot end.
 
-pytest-timeout sends a signal, and Python handles a signal only between two of its own instructions. A kernel in C++
-that never returns is ended by faulthandler's watchdog thread, which does not need the GIL. pytest-xdist then reports
-a failed test and starts another worker; without pytest-xdist the whole run ends with status 1.
+pytest-timeout sends a signal, and Python handles a signal only between two of its own instructions. If a kernel in C++
+never returns, faulthandler's watchdog thread, which needs no GIL, ends the process. pytest-xdist then reports a failed
+test and starts another worker; without pytest-xdist the whole run ends with status 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     limit = seconds(item)
-    if limit > 0:  # after pytest-timeout's signal, which gives a better message
+    if limit > 0:  # later than pytest-timeout, whose message is better
         faulthandler.dump_traceback_later(1.25 * limit + 1, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""Records the launches of Triton kernels with Triton's argument binder and a driver that runs nothing."""
+"""Records launches of Triton kernels: Triton binds their arguments, but nothing is compiled or run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _devices = itertools.count(1000)
 
 @dataclass(frozen=True)
 class NoDevice:
-    """Driver of an absent GPU. Each has a new device number, because Triton caches compiled kernels by device."""
+    """Driver of an absent GPU. Every instance has a new device number, as Triton caches compiled kernels by device."""
 
     capability: int
     number: int = field(default_factory=lambda: next(_devices))
@@ -41,7 +41,7 @@ class NoDevice:
 @contextlib.contextmanager
 def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
     """Yields a list, to which each launch in the block adds its kernel, grid, options, the compiler's input (source,
-    key) and `compiles`: True if this launch is the first in the block to need its compilation."""
+    key), and `compiles`: whether no earlier launch in the block needs the same compilation."""
     launches: list[dict[str, Any]] = []
     known: set[tuple[str, str]] = set()
     run = JITFunction.run
