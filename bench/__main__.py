@@ -133,7 +133,7 @@ def gpu_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
 ) -> None:
-    """Verifies and measures the GPU kernels; writes the result, the report and the generated tables of README.md.
+    """Verifies and measures the GPU kernels; writes the result, the report and the table of README.md.
 
     The report lists what there was no time to measure. Needs a GPU.
     """
@@ -240,7 +240,7 @@ def _ratio(figure: models.Figure, peer: str) -> str:
 def report_command(
     results: Annotated[list[Path] | None, typer.Argument(help="Results. Default: those of bench/results.")] = None,
     out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
-    readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
+    readme: Annotated[bool, typer.Option("--readme", help="Rewrite the table of README.md.")] = False,
 ) -> None:
     """Writes report.md and report.html, and prints their table of states and the ratios; or updates README.md."""
     if readme:

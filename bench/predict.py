@@ -161,16 +161,15 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """The README's table: of every operation the first forward call that is not stale, in bfloat16 if there is one."""
+    """A table of forward calls: the first one of each operation that is not stale, in bfloat16 if there is one."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
         better = key in found and found[key].count["dtype"] != each.count["dtype"] == "bfloat16"
         if each.count["direction"] == "forward" and not each.stale and (key not in found or better):
             found[key] = each
-    cells: dict[
-        tuple[str, ...], dict[str, str]
-    ] = {}  # the backends of an operation share a row if dtype and shape agree
+    # The backends of an operation share a row if dtype and shape agree.
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for (op, backend), each in found.items():
         row = cells.setdefault((f"`{op}`", each.count["dtype"], each.count["shape"]), {})
         row[backend] = f"{microseconds(each.us)} {each.bound}"

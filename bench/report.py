@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ledger, predict
+from bench import ledger
 from bench.tables import markdown, microseconds
-from moe_kernels.backends import NAMES
+from moe_kernels.backends import ALIASES, NAMES
 
 README = ledger.ROOT / "README.md"
-SECTIONS = ("operations", "measured", "predicted")
 
 UNSTEADY = 2.0  # a figure is marked if its 90th percentile is over this times the 10th
-COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "training"))
+DIRECTIONS = "forward", "training"
+COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in DIRECTIONS)
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
 
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """The table of operations and backends with their states in the ledger."""
-    rows = [(f"`{op}`", *by_backend.values()) for op, by_backend in ledger.states(results, root).items()]
+    """A row for each operation: the state of each backend, and how many times as fast as PyTorch it is."""
+    rows = [
+        (f"`{op}`", *(state + _ratios(op, backend, results, root) for backend, state in by_backend.items()))
+        for op, by_backend in ledger.states(results, root).items()
+    ]
     return markdown(["operation", *NAMES], rows)
+
+
+def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> str:
+    """The ranges of `against_torch` over dtypes and shapes, from the newest result that has figures of this kernel."""
+    key = ALIASES.get(op, op), backend
+    for result in sorted(results, key=lambda each: each["date"], reverse=True):
+        entries = [each for each in result["entries"] if (each["operation"], each["backend"]) == key]
+        figures = [figure for each in entries if not ledger.is_stale(each, root) for figure in _first_setting(each)]
+        ranges = {name: against_torch([each for each in figures if each["direction"] == name]) for name in DIRECTIONS}
+        words = [f"{name} x {found}" for name, found in ranges.items() if found]
+        if words:
+            return ": " + ", ".join(words)
+    return ""
+
+
+def _first_setting(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures on a GPU or with the first number of CPU threads, by default one."""
+    return [each for each in entry["figures"] if each["setting"] == entry["figures"][0]["setting"]]
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
@@ -52,8 +72,7 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
     rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for entry in entries:
         for column in COLUMNS:
-            found = [each for each in entry["figures"] if (entry["dtype"], each["direction"]) == column]
-            found = [each for each in found if each["setting"] == entry["figures"][0]["setting"]]
+            found = [each for each in _first_setting(entry) if (entry["dtype"], each["direction"]) == column]
             cell = against_torch(found)
             if cell and found[0]["setting"] == "cuda":
                 cell += f", {span([each['ceiling_percent'] for each in found])} %"
@@ -67,11 +86,6 @@ def against_torch(figures: list[dict[str, Any]]) -> str:
     torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""
-
-
-def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """The least times on an A100, predicted from counts of executed PTX, for one shape of each operation."""
-    return predict.short(predict.predict(predict.GPUS["A100"], results, root)) or "Nothing counted yet."
 
 
 def table(rows: list[Sequence[str]], gpu: bool) -> str:
@@ -88,9 +102,8 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
-    for figure in entry["figures"]:
-        contained = figure["direction"] == "backward" and "training" in directions
-        if figure["setting"] == entry["figures"][0]["setting"] and not contained:
+    for figure in _first_setting(entry):
+        if figure["direction"] != "backward" or "training" not in directions:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
@@ -141,15 +154,13 @@ def _unsteady(figure: dict[str, Any]) -> bool:
 
 
 def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """The text of a README with its generated sections updated.
+    """The text of a README with its table of operations updated.
 
     Raises:
-        ValueError: a section's markers are missing.
+        ValueError: the table's markers are missing.
     """
-    for name, section in zip(SECTIONS, (operations, measured, predicted), strict=True):
-        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        match = pattern.search(text)
-        if match is None:
-            raise ValueError(f"README has no section between <!-- {name}:begin --> and <!-- {name}:end -->")
-        text = f"{text[: match.start()]}{match[1]}{section(results, root)}\n{match[2]}{text[match.end() :]}"
-    return text
+    begin, end = "<!-- operations:begin -->\n", "<!-- operations:end -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"README has no section between {begin.strip()} and {end}")
+    before, rest = text.split(begin, 1)
+    return f"{before}{begin}{operations(results, root)}\n{end}{rest.split(end, 1)[1]}"

@@ -1,11 +1,11 @@
-"""A Sphinx extension: replaces `<!-- figures: kwta -->` in a page by the measured figures of kwta."""
+"""A Sphinx extension: replaces `<!-- figures: kwta -->` in a page by the measured and predicted figures of kwta."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from bench import ledger, report
+from bench import ledger, predict, report
 
 MARK = re.compile(r"<!-- figures: ([\w ]+) -->")
 
@@ -19,11 +19,15 @@ def _insert(app: Any, name: str, source: list[str]) -> None:
 
 
 def figures(operations: list[str]) -> str:
-    """Markdown: for each device the figures of these operations in bench/results, as ranges over the shapes."""
+    """Markdown: the figures of these operations in bench/results, as ranges over the shapes; then a predicted one."""
     parts = []
     for result in ledger.read():
         entries = [entry for entry in result["entries"] if entry["operation"] in operations]
         rows = [row for entry in entries if not ledger.is_stale(entry) for row in report.summary(entry, result["gpu"])]
         if rows:
             parts.append(f"Measured on {result['device']}, {result['date']}:\n\n{report.table(rows, result['gpu'])}")
-    return "\n\n".join(parts) or "No measurement of the present sources."
+    parts = parts or ["No measurement of the present sources."]
+    counted = [each for each in predict.predict(predict.GPUS["A100"]) if each.count["operation"] in operations]
+    if table := predict.short(counted):
+        parts.append(f"Predicted, not measured; no GPU has run this (`python -m bench predict`):\n\n{table}")
+    return "\n\n".join(parts)

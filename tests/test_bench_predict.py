@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 from ptx.summary import triton_kernels
 from test_bench import run
 
-from bench import counting, document, ledger, predict, report
+from bench import counting, document, ledger, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = predict.Gpu("Some GPU", 100, 1.0, 1000, {"bfloat16": 200})
@@ -116,12 +116,13 @@ def test_counting_without_a_checkout_says_so(monkeypatch, tmp_path):
     assert "it needs a checkout of the sources" in " ".join(found.output.split())
 
 
-def test_the_report_and_the_readme_call_it_predicted():
+def test_the_report_and_the_documentation_call_it_predicted():
     text = document.document([])
     assert "## Predicted, not measured" in text
     assert "### Predicted for A100: 108 multiprocessors at 1.41 GHz" in text
-    assert "predicted us on an A100" in report.predicted([])
-    (row,) = re.findall(r"\| `kwta` \| bfloat16 \| [^|]+ \| ([\d.]+) DRAM \| ([\d.]+) DRAM \|", report.predicted([]))
+    short = predict.short(predict.predict(predict.GPUS["A100"]))
+    assert "predicted us on an A100" in short
+    (row,) = re.findall(r"\| `kwta` \| bfloat16 \| [^|]+ \| ([\d.]+) DRAM \| ([\d.]+) DRAM \|", short)
     assert len(row) == 2  # triton and cuda
 
 

@@ -202,16 +202,12 @@ def test_figures_of_a_busy_machine_are_marked(tree: Path) -> None:
     assert report.figure_cells(figure)[6].endswith("!")
 
 
-README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\n"
-README += "<!-- {2}:begin -->\n<!-- {2}:end -->\nend\n"
-
-
-def test_readme_sections_are_rewritten_and_go_out_of_date(tree: Path) -> None:
+def test_the_table_of_the_readme_is_rewritten_and_goes_out_of_date(tree: Path) -> None:
     results = [result_of(tree, "cuda")]
-    text = report.rendered(README.format(*report.SECTIONS), results, tree)
+    text = report.rendered("# Title\n<!-- operations:begin -->\nold\n<!-- operations:end -->\nend\n", results, tree)
     assert "\nold\n" not in text
     assert "| `kwta` | the definition |" not in text  # this tree has no reference
-    assert "verified 2026-01-02 on Some GPU" in text
+    assert "| verified 2026-01-02 on Some GPU: forward x 21 |" in text
     assert text.startswith("# Title\n")
     assert text.endswith("end\n")
     assert report.rendered(text, results, tree) == text
