@@ -1,6 +1,6 @@
-"""Every layer of the package on ranks against one process; checkpointing, autocast and torch.compile around a layer.
+"""Layers with experts on several ranks, compared with one process; also under checkpoint, autocast and torch.compile.
 
-Values are equal up to rounding: some gradients are summed in another order than in one process.
+Values are equal up to rounding, as some gradients are summed in another order than in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def same(
     capacity: int | None = None,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, nn.Module]:
-    """Checks outputs, dx and averaged gradients against one process with all tokens; returns both models."""
+    """Compares outputs, dx and averaged gradients with one process that has all tokens.
+
+    Returns the model of one process and the sharded model. prepare: changes each model before its step.
+    """
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one, model = (copy.deepcopy(Model(layer)) for _ in range(2))
@@ -76,7 +79,7 @@ def several_gates() -> None:
 
 
 def local_search() -> None:
-    """The permutation, soft in training and hard in evaluation, is the same on all ranks."""
+    """In training (soft permutation) and evaluation (hard one); the hard permutation is the same on all ranks."""
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()
@@ -87,7 +90,7 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """In a competition ranks send tokens, and receive the norms of all experts' outputs."""
+    """In a competition a rank sends its tokens and receives the norms of all experts' outputs for them."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
@@ -100,7 +103,7 @@ def competition() -> None:
 
 
 def norms_of_uneven_batches() -> None:
-    """Ranks have different numbers of tokens, one has none."""
+    """Ranks have different numbers of tokens; rank 0 has none."""
     mlps = experts(activation="relu")
     x = tokens()
     expected = mlps.norms(x)
@@ -117,7 +120,7 @@ def ensemble() -> None:
 
 
 def thor() -> None:
-    """In training each rank draws one expert a batch; with equal seeds that expert gets the rows of all ranks."""
+    """In training each rank draws one expert for its batch; with equal seeds all ranks draw the same expert."""
     same(mnn.MoE(mnn.RandomGate(E), experts()))
 
 
@@ -131,7 +134,7 @@ def pass_through() -> None:
 
 
 def activation_checkpointing() -> None:
-    """The recomputed forward pass sends the same rows."""
+    """The backward pass recomputes the forward pass, and so sends the rows again."""
 
     def prepare(model: nn.Module) -> None:
         inner = model.layer.forward
@@ -142,7 +145,7 @@ def activation_checkpointing() -> None:
 
 
 def checkpointed_ties() -> None:
-    """With equal logits the recomputed choice is the same."""
+    """All logits are equal; the recomputed forward pass chooses the same experts."""
     layer = mlp()(mnn.TokenChoice(1.0))
     torch.nn.init.zeros_(layer.gate.linear.weight)
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -157,7 +160,7 @@ def checkpointed_ties() -> None:
 
 
 def autocast() -> None:
-    """Rows are sent in bfloat16; parameters and their gradients stay float32."""
+    """The output is bfloat16; the gradients of the experts' parameters stay float32."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = mlp()(mnn.TokenChoice(group=T // ranks))
@@ -175,7 +178,7 @@ def autocast() -> None:
 
 
 def uneven_batches() -> None:
-    """Ranks have different numbers of tokens, one has none; the loss is a sum."""
+    """Ranks have different numbers of tokens; rank 0 has none. The loss is a sum over tokens."""
     x, rank, ranks = tokens(), dist.get_rank(), dist.get_world_size()
     ends = [0, 0, 17, 30, T][: ranks + 1]
     layer = mlp()(None)
@@ -192,7 +195,7 @@ def uneven_batches() -> None:
 
 
 def dropout() -> None:
-    """Dropout runs after combine on the token's rank, so random numbers do not depend on the rows that a rank gets."""
+    """Dropout runs after combine, on the rank of the token: its random numbers do not depend on received rows."""
     for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
         model = copy.deepcopy(layer)
         parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -204,14 +207,17 @@ def dropout() -> None:
 
 
 def frozen_experts() -> None:
-    """Gradients reach x and the gate if the experts are frozen."""
+    """With frozen experts the gradients still reach x and the gate."""
     layer = mlp()(None)
     layer.experts.requires_grad_(False)
     same(layer)
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group each rank has the loss of all tokens, and `ranks` times its gradient, as DDP averages them."""
+    """With reduce=group each rank computes the loss of all tokens.
+
+    The gradient on a rank is `ranks` times that of the loss, as DDP divides the sum of gradients by the ranks.
+    """
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
@@ -241,11 +247,11 @@ def balance_over_ranks() -> None:
 
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
-    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch's inductor
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch._inductor
 
 
 def compiled_around_the_exchange() -> None:
-    """Without a static capacity the graph breaks once, at the exchange."""
+    """Without a static capacity the graph breaks once, at the exchange of rows."""
     from torch._dynamo.utils import counters
 
     _compiled(None, "eager")

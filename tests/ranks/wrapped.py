@@ -1,4 +1,4 @@
-"""Layers inside DistributedDataParallel and fully_shard on one rank have the same gradients as without them."""
+"""DistributedDataParallel and fully_shard on one rank do not change the gradients of the package's layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKENS = torch.arange(T) % IDS
 def stages():
     """By name: a function that makes a layer, and one that changes the layer before a step.
 
-    Some parameters get no gradient in some steps, for instance from step 3 on. DDP once failed after such a step.
+    In each layer some parameters take part in some of the nine steps only. In the other steps DDP must not fail.
     """
 
     def by_itself(layer, step):
-        pass  # LocalSearch hardens after 3 steps; a coin decides in which steps experts compete
+        pass  # the layer itself changes: LocalSearch after 3 steps, CompetitionGate by a random draw in each step
 
     def stable(layer, step):
         if step == 3:
@@ -54,7 +54,7 @@ def stages():
 
 
 def steps(layer, call, change):
-    """Gradients of each of nine steps by name, without those that are None or zero."""
+    """For each of nine steps the gradients by name, without those that are None or zero."""
     optimizer, found = torch.optim.SGD(layer.parameters(), 0.1), []
     for step in range(9):
         torch.manual_seed(step)
@@ -93,7 +93,7 @@ def gradients(layer, call=None):
 
 
 def sharded(make, *parts):
-    """fully_shard of `parts` and of the layer as root gives the gradients without it."""
+    """Applies fully_shard to the submodules `parts` and to the layer; the loss and the gradients do not change."""
     torch.manual_seed(0)
     layer = make()
     expected = gradients(copy.deepcopy(layer) if make is not competing else make_again(make))
@@ -145,7 +145,7 @@ def competing():
 
 
 def narrowed() -> None:
-    """A gate with its own fully_shard group computes in float32 though the root's policy is bfloat16."""
+    """A gate to which fully_shard was applied separately computes in float32, though the model's policy is bfloat16."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, D), mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)))
     router, seen = copy.deepcopy(model[1].gate), []
@@ -163,7 +163,7 @@ def narrowed() -> None:
 
 
 def made_on_meta() -> None:
-    """After meta, fully_shard, to_empty and reset_parameters all parameters are initialised (experts once were not)."""
+    """A layer made on "meta" and sharded: to_empty and reset_parameters initialise all parameters."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
     fully_shard(layer)
