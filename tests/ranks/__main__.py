@@ -51,17 +51,15 @@ class Group:
         for pipe in self.pipes:
             pipe.send((module, check, arguments))
         rank_of = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        errors, until = (
-            dict.fromkeys(rank_of.values(), f"ended without a result, or took over {LIMIT} s"),
-            time.monotonic() + LIMIT,
-        )
+        errors = dict.fromkeys(rank_of.values(), f"gave no result within {LIMIT} s")
+        until = time.monotonic() + LIMIT
         while rank_of and (ready := wait(list(rank_of), max(0, until - time.monotonic()))):
             for pipe in ready:
                 rank = rank_of.pop(pipe)  # type: ignore[call-overload]
                 try:
                     errors[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    continue
+                    errors[rank] = "ended without a result"
         return {rank: error for rank, error in errors.items() if error}
 
     def end(self) -> None:

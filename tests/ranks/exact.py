@@ -69,15 +69,13 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Te
     return y.detach(), x.grad, found
 
 
-def agree(
-    make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None, total: int = T
-) -> None:
+def agree(make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None) -> None:
     """y, dx and the experts' gradients equal those of one process bit for bit; other gradients up to rounding.
 
     The loss is the mean over tokens of |y|^2. Each rank computes the mean over its own tokens, so its dx is `ranks`
     times that of one process.
     """
-    mesh, x = mesh_of_all(), tokens(total)
+    mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     model = Model(make(one_policy))
@@ -153,7 +151,7 @@ def global_choice() -> None:
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
         )
-        x = tokens(T)
+        x = tokens()
         one, _ = policy(gate(x), True)
         plan, _ = GlobalPolicy(policy, mesh)(gate(x.chunk(mesh.size())[dist.get_rank()]), True)
         assert torch.equal(plan.requested, one.requested)
@@ -172,12 +170,9 @@ def random_shapes() -> None:
         "expert choice": partial(mnn.ExpertChoice, 2.0),
     }
     for case in range(20):
-        dim, hidden, count = (
-            generator.choice([4, 7, 33, 128]),
-            generator.choice([5, 16, 72]),
-            generator.choice([4, 8, 32]),
-        )
-        own, k, kind = generator.choice([1, 3, 40]), generator.choice([1, 2, 4]), generator.choice(list(policies))
+        sizes = [4, 7, 33, 128], [5, 16, 72], [4, 8, 32], [1, 3, 40], [1, 2, 4]
+        dim, hidden, count, own, k = map(generator.choice, sizes)
+        kind = generator.choice(list(policies))
         torch.manual_seed(case)
         one = mnn.ExpertMLP(count, dim, hidden, activation=generator.choice(["gelu", "relu", "swiglu"]))
         sharded = copy.deepcopy(one)

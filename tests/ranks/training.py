@@ -54,6 +54,9 @@ def with_fsdp(mesh: DeviceMesh) -> tuple[Model, nn.Module]:
     return model, fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
+WRAPPED = {"ddp": with_ddp, "fsdp": with_fsdp}
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
 
@@ -80,7 +83,7 @@ def own_tokens() -> Tensor:
 def five_steps(ep: str, kind: str) -> None:
     expected_model = one_model(dist.get_world_size())
     expected = train(expected_model, adamw(expected_model), 5, tokens())
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of(ep))
+    model, wrapped = WRAPPED[kind](mesh_of(ep))
     found = train(wrapped, adamw(model), 5, own_tokens())
     assert expected[4] < expected[0]
     for a, b in zip(found, expected, strict=True):
@@ -98,7 +101,7 @@ def sums_of_ranks(ep: str, kind: str) -> None:
     one = one_model(dist.get_world_size())
     for owner, name in ((one.first, "forward"), (one.layer.gate, "product"), (one, "scaled")):
         setattr(owner, name, partial(_in_parts, mesh["ep"].size(), getattr(owner, name)))
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh)
+    model, wrapped = WRAPPED[kind](mesh)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
         wrapped.register_comm_hook(mesh, lambda mesh, bucket: _add_in_order(mesh, bucket))
     optimizers = adamw(one), adamw(model)
@@ -149,7 +152,7 @@ def norm_of_one_process(kind: str) -> None:
     for p in (2.0, 1.0, float("inf")):
         one = one_model(dist.get_world_size())
         mean_square(one(tokens())).backward()
-        model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh)
+        model, wrapped = WRAPPED[kind](mesh)
         mean_square(wrapped(own_tokens())).backward()
         expected = torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM, p)
         assert expected > MAX_NORM
@@ -167,7 +170,7 @@ def norm_without_gradients() -> None:
 
 def save(folder: str, kind: str) -> None:
     """Takes two steps, saves a checkpoint, and stores the losses of three more steps."""
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of("2"))
+    model, wrapped = WRAPPED[kind](mesh_of("2"))
     optimizer = adamw(model)
     train(wrapped, optimizer, 2, own_tokens())
     weights, moments = get_state_dict(model, optimizer)

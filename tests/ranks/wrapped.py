@@ -68,14 +68,16 @@ def steps(layer, call, change):
     return [{name: each for name, each in step.items() if each.any()} for step in found]
 
 
-def ddp(name: str) -> None:
-    make, change = stages()[name]
+def seeded(make):
     torch.manual_seed(0)
     layer = make()
-    got = copy.deepcopy(layer)
-    if name == "competition":  # built again: the gate holds its coin and its experts outside of its submodules
-        torch.manual_seed(0)
-        got = make()
+    torch.manual_seed(5)
+    return layer
+
+
+def ddp(name: str) -> None:
+    make, change = stages()[name]
+    layer, got = seeded(make), seeded(make)
     expected = steps(layer, layer, change)
     found = steps(got, DistributedDataParallel(got), change)
     for one, other in zip(expected, found, strict=True):
@@ -84,8 +86,8 @@ def ddp(name: str) -> None:
             torch.testing.assert_close(one[key], other[key])
 
 
-def gradients(layer, call=None):
-    out = (call or layer)(X)
+def gradients(layer):
+    out = layer(X)
     y = sum(out.y) if isinstance(out.y, tuple) else out.y
     (y.square().sum() + out.loss).backward()
     full = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
@@ -94,13 +96,11 @@ def gradients(layer, call=None):
 
 def sharded(make, *parts):
     """Applies fully_shard to the submodules `parts` and to the layer; the loss and the gradients do not change."""
-    torch.manual_seed(0)
-    layer = make()
-    expected = gradients(copy.deepcopy(layer) if make is not competing else make_again(make))
+    expected = gradients(seeded(make))
+    layer = seeded(make)
     for part in parts:
         fully_shard(layer.get_submodule(part))
     fully_shard(layer)
-    torch.manual_seed(5)
     found = gradients(layer)
     torch.testing.assert_close(found[0].loss, expected[0].loss)
     assert found[1].keys() == expected[1].keys()
@@ -122,13 +122,6 @@ def several_gates() -> None:
 
 def competition() -> None:
     sharded(competing, "experts")
-
-
-def make_again(make):
-    torch.manual_seed(0)
-    made = make()
-    torch.manual_seed(5)
-    return made
 
 
 def plain():
