@@ -1,4 +1,4 @@
-"""Finds CUDA's headers and tools on this machine: an nvcc on PATH, or the wheels that pip installs."""
+"""Finds CUDA on this machine: headers and nvcc from PATH or the nvidia-* wheels, other tools from PATH or Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found; None if they were."""
+    """Paths; missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found, None if they were."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None
@@ -25,7 +25,7 @@ class Toolkit:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Folder of an installed package, without importing it."""
+    """Folder of an installed package, found without an import; None if it is not installed."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -40,14 +40,14 @@ def _wheel_roots() -> list[Path]:
 
 
 def _nvcc_root(nvcc: str) -> Path | None:
-    """The folder of an nvcc's toolkit, from its --dryrun, as `nvcc` may be a link or a script."""
+    """The toolkit's folder as nvcc --dryrun reports it: nvcc may be a link or a script in another folder."""
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
     found = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     return Path(found[1].strip()).resolve() if found else None
 
 
 def _tool(name: str) -> Path | None:
-    """A tool from PATH, or Triton's copy of it."""
+    """Path of a tool on PATH or in Triton's package; None if neither has it."""
     on_path = shutil.which(name)
     if on_path:
         return Path(on_path)
