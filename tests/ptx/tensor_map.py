@@ -22,8 +22,9 @@ def encode(
     steps = [element * stride for stride in strides[:-1]]
     if address % 16 or strides[-1] != 1 or any(step % 16 or step <= 0 for step in steps) or max(box) > 256:
         raise ValueError(
-            "encode: expected an address and strides in multiples of 16 bytes, a contiguous last dimension, "
-            f"box sizes up to 256; got address {address:x}, strides {list(strides)}, box {list(box)}"
+            "encode: expected an address and positive strides in multiples of 16 bytes, a contiguous last dimension, "
+            f"box sizes up to 256; got address {address:#x}, strides of {steps} bytes, the last one of {strides[-1]} "
+            f"elements, box {list(box)}"
         )
     rank = len(sizes)
 

@@ -86,7 +86,7 @@ class Launcher:
             value = value.data_ptr()
         form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
         if not form:
-            raise TypeError(f"{self.metadata.name}: a parameter of type {kind}")
+            raise TypeError(f"{self.metadata.name}: expected parameters of type {', '.join(_FORMS)} or *; got {kind}")
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:

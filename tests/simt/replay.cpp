@@ -35,7 +35,9 @@ void require(bool holds, const char* what) {
   std::exit(2);
 }
 
-void read(std::FILE* file, void* to, size_t bytes) { require(std::fread(to, 1, bytes, file) == bytes, "short file"); }
+void read(std::FILE* file, void* to, size_t bytes) {
+  require(std::fread(to, 1, bytes, file) == bytes, "the file of the call ends too early");
+}
 
 uint64_t read_word(std::FILE* file) {
   uint64_t word;
@@ -70,7 +72,7 @@ int main(int count, char** arguments) {
     return 0;
   }
   std::FILE* file = std::fopen(arguments[1], "r+b");
-  require(file != nullptr, "cannot open the call");
+  require(file != nullptr, "cannot open the file of the call");
   std::string name(read_word(file), ' ');
   std::vector<uint64_t> words(read_word(file));
   std::vector<Buffer> buffers(read_word(file));

@@ -66,9 +66,9 @@ def find() -> Toolkit:
     cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
     no_cuobjdump = None if cuobjdump else "no cuobjdump on PATH and no triton package that contains one"
 
+    needed = ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h", "nv/target")
     for root, nvcc in candidates:
         include = root / "include"
-        needed = ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h", "nv/target")
         if all((include / each).exists() for each in needed):
             complete = nvcc.exists() and (root / "nvvm" / "bin" / "cicc").exists()
             return Toolkit(
@@ -79,5 +79,6 @@ def find() -> Toolkit:
                 no_nvcc=None if complete else f"{root} has no nvcc with its cicc",
                 no_cuobjdump=no_cuobjdump,
             )
-    reason = "no CUDA headers: neither an nvcc on PATH nor the wheels nvidia-cuda-{runtime,crt,cccl}"
+    wheels = "nvidia-cuda-{runtime,crt,cccl}"
+    reason = f"no CUDA headers: {', '.join(needed)} are neither with an nvcc on PATH nor in the wheels {wheels}"
     return Toolkit(missing=reason, no_nvcc=reason, no_cuobjdump=no_cuobjdump, cuobjdump=cuobjdump, nvdisasm=nvdisasm)
