@@ -1,4 +1,4 @@
-"""By kernel: which source lines were executed and which never were, summed over processes."""
+"""For each kernel the source lines that were executed and those that never were, over all test processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Each of these instructions must be executed by a test: only such a test can fail if the instruction is missing.
+# Barriers and waits. A test can only fail for a missing one if it executes that place.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
 
 
 def family(title: str) -> str:
-    """A kernel's name without its template arguments."""
+    """A kernel's name without its namespaces and template arguments."""
     return title.partition("<")[0].rsplit("::", 1)[-1]
 
 
 def places(kernel: Kernel) -> list[str]:
-    """For each instruction its source line; for a barrier or wait (WAITS) also the opcode."""
+    """For each instruction its place: the source line, and for a barrier or wait (WAITS) also the opcode."""
     found = []
     for pc, text in enumerate(kernel.texts):
         opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
@@ -32,7 +32,8 @@ def places(kernel: Kernel) -> list[str]:
 def gather(session: Session) -> Data:
     """The coverage of this process, in plain containers, which pytest-xdist can send.
 
-    lines: place -> number of its instructions that ran, number of its instructions."""
+    lines: place -> number of its instructions that ran, number of its instructions; summed over specialisations.
+    """
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
@@ -62,7 +63,7 @@ def merge(into: Data, other: Data) -> Data:
 
 
 def missed(data: Data) -> dict[str, list[str]]:
-    """By kernel, the source lines that no specialisation executed."""
+    """By kernel, the places that no specialisation executed."""
     return {
         name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())
@@ -80,7 +81,7 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    """Text: every kernel with its lines that never ran."""
+    """Text: every kernel with its places that never ran."""
     lines = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]

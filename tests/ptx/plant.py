@@ -1,4 +1,4 @@
-"""Edits of PTX that insert a defect: functions from text to text, for session.planted."""
+"""Edits that insert a defect into PTX: functions from text to text, for session.planted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_line(line: int, pattern: str, by: str) -> Edit:
 
 
 def executed(result: Result, pattern: str) -> list[int]:
-    """PTX lines of executed instructions that match the pattern."""
+    """Numbers of the PTX lines with executed instructions that match the pattern."""
     found = {
         result.kernel.lines[pc]
         for pc, text in enumerate(result.kernel.texts)

@@ -1,4 +1,4 @@
-"""Tensor maps for bulk copies, in place of cuTensorMapEncodeTiled's; executor/bulk.cpp reads this layout."""
+"""Tensor maps for bulk copies, not in the layout of cuTensorMapEncodeTiled but in one that executor/bulk.cpp reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 
 _MAGIC = 0x50414D524F534E54  # the bytes "TNSORMAP", by which bulk.cpp recognises a map
-_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row of the box, which are swizzled together
+_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row of the box
 BYTES = 128
 
 
