@@ -55,9 +55,7 @@ class Kernel:
         """Kernel, PTX line, source line and text of an instruction."""
         if pc >= len(self.texts):
             return self.title
-        text = re.sub(
-            r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc]
-        )  # shortens lists, such as 128 accumulators
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # long lists of registers
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
@@ -120,9 +118,7 @@ class Decoder:
         self.operands: list[int] = []
         self.constants = bytearray()
         self._constants: dict[tuple[int, int], int] = {}
-        self._places: dict[
-            str, tuple[int, int]
-        ] = {}  # register -> offset from the end of the constants, bytes of a lane
+        self._places: dict[str, tuple[int, int]] = {}  # register -> offset after the constants, bytes of a lane
         self._bytes = 0
         for name in SPECIAL:
             self._declare(name, 4)

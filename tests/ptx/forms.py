@@ -243,9 +243,7 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
     if "proxy" not in parts:
-        d.emit(
-            "nop", []
-        )  # no effect here: the executor runs blocks one after the other, and all stores take effect at once
+        d.emit("nop", [])  # no effect here: blocks run one after the other, and stores take effect at once
     elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
         d.emit("fence.proxy.async", [])
     else:
