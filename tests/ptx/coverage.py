@@ -51,9 +51,7 @@ def merge(into: Data, other: Data) -> Data:
         into[name] = into.get(name, 0) + other[name]
     kernels = into.setdefault("kernels", {})
     for name, entry in other["kernels"].items():
-        if name not in kernels:
-            kernels[name] = {"launches": 0, "specialisations": [], "lines": {}}
-        total = kernels[name]
+        total = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
         total["launches"] += entry["launches"]
         total["specialisations"] = sorted({*total["specialisations"], *entry["specialisations"]})
         for place, (executed, all_of_them) in entry["lines"].items():

@@ -157,11 +157,8 @@ class Decoder:
         if place is not None:
             return place[0]
         if text == "_":
-            return (
-                self._places[f"sink {size}"][0]
-                if f"sink {size}" in self._places
-                else self._declare(f"sink {size}", size)
-            )
+            sink = self._places.get(f"sink {size}")
+            return sink[0] if sink else self._declare(f"sink {size}", size)
         shared = re.match(r"([\w$]+)(?:\+(\d+))?$", text)
         if shared and shared[1] in self.entry.shared:
             return self.constant(self.entry.shared[shared[1]] + int(shared[2] or 0), size)

@@ -254,10 +254,6 @@ def _trap(d: Decoder, parts: list[str], args: list[str]) -> None:
     d.emit("trap", [])
 
 
-def _dp4a(d: Decoder, parts: list[str], args: list[str]) -> None:
-    _all_words(d, parts, args)
-
-
 FORMS = {
     "mov": _mov,
     "cvta": _cvta,
@@ -274,7 +270,7 @@ FORMS = {
     "redux": _all_words,
     "match": _all_words,
     "activemask": _all_words,
-    "dp4a": _dp4a,
+    "dp4a": _all_words,
     "bfi": _all_words,
     "prmt": _all_words,
     "vote": _vote,

@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(build.executor()))
     loaded.ptx_operations.restype = ctypes.c_char_p
     sizes = tuple(loaded.ptx_size(k) for k in range(len(records.SIZES)))
-    assert sizes == records.SIZES, f"executor {sizes}, Python {records.SIZES}"
+    assert sizes == records.SIZES, f"sizes of structures: executor {sizes}, records.py {records.SIZES}"
     return loaded
 
 
@@ -170,7 +170,8 @@ def run(
 
     shared: bytes of a block, static and dynamic.
     """
-    assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
+    least = kernel.parameter_bytes
+    assert len(parameters) >= least, f"{kernel.name}: expected {least} bytes of parameters, got {len(parameters)}"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()
     ranges = (records.Range * max(len(extents), 1))(

@@ -13,7 +13,7 @@ SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8, "f16x2": 4, "bf16x
 
 
 class Unsupported(Exception):
-    """The executor does not support this instruction."""
+    """The executor does not support this instruction or declaration."""
 
 
 @dataclass
@@ -125,14 +125,14 @@ def _closing(text: str, start: int) -> int:
         depth += 1 if m[0] == "{" else -1
         if not depth:
             return m.end()
-    raise Unsupported("a brace without its closing one")
+    raise Unsupported("an opening brace has no closing brace")
 
 
 def _parameters(entry: Entry, text: str) -> None:
     for each in split(text):
         m = _PARAMETER.match(each)
         if not m:
-            raise Unsupported(f"{entry.name}: parameter {each}")
+            raise Unsupported(f"{entry.name}: the parameter {each} is not supported")
         size = SIZES[m[2]] * int(m[4] or 1)
         align = max(int(m[1] or 1), SIZES[m[2]])
         entry.parameter_bytes = -(-entry.parameter_bytes // align) * align
@@ -159,10 +159,10 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
             elif ".shared" in statement:
                 s = _SHARED.search(statement)
                 if s is None:
-                    raise Unsupported(f"{entry.name}: {statement}")
+                    raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
                 _reserve(entry, s[2], int(s[1]), int(s[3] or 0))
             else:
-                raise Unsupported(f"{entry.name}: {statement}")
+                raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
         elif kind == "label":
             label = f"{m['label']}@{numbers[-1]}" if numbers else m["label"]
             entry.labels[label] = len(entry.statements)
@@ -182,7 +182,7 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
 def _registers(entry: Entry, text: str, scopes: list[dict[str, str]]) -> None:
     m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
     if not m or m[1] not in SIZES:
-        raise Unsupported(f"{entry.name}: {text}")
+        raise Unsupported(f"{entry.name}: the declaration {text} is not supported")
     for name in m[2].split(","):
         name = name.strip()
         if "<" in name:

@@ -75,7 +75,8 @@ class Launcher:
             parameters = bytearray(
                 kernel.parameter_bytes
             )  # the last two parameters are pointers to scratch that no kernel uses
-            assert len(packed) <= len(kernel.parameters), kernel.name
+            message = f"{kernel.name}: {len(packed)} arguments for {len(kernel.parameters)} parameters"
+            assert len(packed) <= len(kernel.parameters), message
             for (offset, size), value in zip(kernel.parameters, packed, strict=False):
                 assert len(value) == size, f"{kernel.name}: {len(value)} bytes for a parameter of {size}"
                 parameters[offset : offset + size] = value

@@ -22,7 +22,7 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
     std::memcpy(&map, reinterpret_cast<const void*>(at), sizeof map);
     if (map.magic == kMagic && map.rank == r.elements) return true;
   }
-  launch.report(b, w, &r, lane, "no tensor map of %u dimensions", r.elements);
+  launch.report(b, w, &r, lane, "expected a tensor map of %u dimensions, at a multiple of 64 bytes in the kernel's parameters", r.elements);
   launch.failed = true;
   return false;
 }

@@ -104,7 +104,7 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
-    launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "a barrier by lanes %08x of %08x", mask, w.live);
+    launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "only lanes %08x of %08x execute the barrier", mask, w.live);
     launch.failed = true;
     next = Next::leave;
     return false;

@@ -14,7 +14,8 @@ u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 ma
   u32 other = 0;
   for_lanes(mask, [&](u32 l) { other |= u32(base[l] != base[lane]) << l; });
   if (!other && at % 8 == 0 && u64(at) + 8 <= launch.request.shared_bytes) return at;
-  launch.report(b, w, &r, other ? __builtin_ctz(other) : lane, "%u is not an address of an mbarrier, or lanes have different ones", at);
+  if (other) launch.report(b, w, &r, __builtin_ctz(other), "lanes have different addresses of an mbarrier");
+  else launch.report(b, w, &r, lane, "the mbarrier's address %u is not a multiple of 8, or outside of shared memory", at);
   launch.failed = true;
   return ~0u;
 }
@@ -52,7 +53,7 @@ Next invalidate(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
   Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
   if (!m) return Next::leave;
-  if (!m->copies.empty()) launch.report(b, w, &r, lane, "%llu bytes for it may still be in flight", (unsigned long long)m->copied);
+  if (!m->copies.empty()) launch.report(b, w, &r, lane, "the mbarrier is invalidated while %llu bytes for it may still be in flight", (unsigned long long)m->copied);
   m->live = false;
   mark(launch, b, at, false);
   return launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false) ? Next::following : Next::leave;
