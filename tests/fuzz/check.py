@@ -182,7 +182,7 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
-    """A failing spec of which no single simplification fails, or the simplest one found in `tries` tries."""
+    """Simplifies a failing spec until no single simplification of it fails, for at most `tries` tries."""
     improved = True
     while improved and tries > 0:
         improved = False

@@ -16,8 +16,9 @@ The following raise a `PtxError` that names the kernel, PTX line, source line, b
   a warpgroup;
 * different values stored to one address by lanes of one instruction, or by threads with no synchronization between (not
   checked in extents of more than 1 GiB);
-* an undefined value that is stored to global memory, or decides a branch or an address. Undefined are shared bytes that
-  were never written, and global memory that another thread wrote with no synchronization between;
+* an undefined value that is stored to global memory, or decides a branch or an address. A value is undefined if it is
+  read from shared bytes that were never written, or from global memory that another thread wrote with no
+  synchronization between;
 * a .sync instruction whose mask contains lanes that never execute it, or lacks a lane that does;
 * a barrier that some warps never reach; more instructions than `step_limit` (machine.Settings).
 

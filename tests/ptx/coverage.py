@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Barriers and waits. A test can only fail for a missing one if it executes that place.
+# Barriers and waits. If one is missing in a kernel, only a test that executes its place can fail.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]

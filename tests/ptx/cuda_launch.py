@@ -157,7 +157,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, backend "cuda" takes CPU tensors. order: as `value` in session.seed; .approx without errors."""
+    """Inside the block, backend "cuda" takes CPU tensors. order: as session.seed(order, errors=0)."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)

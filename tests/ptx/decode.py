@@ -142,7 +142,7 @@ class Decoder:
         return known
 
     def constant(self, value: int, size: int) -> int:
-        """The operand of a value that is the same in every lane: ~offset, by which `kernel` tells constants."""
+        """The operand of a value that is the same in every lane. It is ~offset; `kernel` replaces it by the offset."""
         value &= (1 << (8 * max(size, 4))) - 1
         key = value, slot(size)
         if key not in self._constants:

@@ -82,7 +82,7 @@ def kernel(text: str, name: str, keep: bool = True) -> Kernel:
 
 @dataclass
 class Extent:
-    """Bytes that a kernel may access, and for each of their 32-byte sectors 1 if it was read or written, else 0."""
+    """Bytes that a kernel may access. read, written: for each of their 32-byte sectors 1 if it was accessed so."""
 
     start: int
     size: int

@@ -72,9 +72,7 @@ class Launcher:
         if x * y * z:
             threads = (32 * self.metadata.num_warps,)
             kernel = self.kernel(function)
-            parameters = bytearray(
-                kernel.parameter_bytes
-            )  # the last two parameters are pointers to scratch that no kernel uses
+            parameters = bytearray(kernel.parameter_bytes)  # the last two are pointers to scratch that no kernel uses
             message = f"{kernel.name}: {len(packed)} arguments for {len(kernel.parameters)} parameters"
             assert len(packed) <= len(kernel.parameters), message
             for (offset, size), value in zip(kernel.parameters, packed, strict=False):

@@ -120,11 +120,7 @@ def _one_layer(policy: object) -> mnn.MoE:
 # its policy; "room" passes the number of a rank's tokens, the most rows that a rank can send to an expert.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
-    "three_choices": lambda: (
-        mlp(3, activation="swiglu"),
-        mnn.TokenChoice(),
-        mnn.TokenChoice(),
-    ),  # the policy of one process has no groups
+    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),
     "one_choice": lambda: (mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice()),
     "priority": lambda: (mlp(), *(mnn.TokenChoice(1.0, priority="max", group=each) for each in (group(), None))),
     "capacity": lambda: (mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), -(-group() * 10 // 32)),

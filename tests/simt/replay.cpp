@@ -82,7 +82,7 @@ int main(int count, char** arguments) {
     each.address = read_word(file);
     each.size = read_word(file);
     each.offset = std::ftell(file);
-    // The copy is aligned as the buffer in the calling process.
+    // The copy has the same offset from a multiple of kAlignment as the buffer.
     const size_t lead = each.address % kAlignment;
     void* memory = nullptr;
     require(posix_memalign(&memory, kAlignment, lead + each.size) == 0, "out of memory");

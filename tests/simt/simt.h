@@ -2,7 +2,7 @@
 // fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective). Races are not found here,
 // but in tests/ptx.
 //
-// Accesses to the memory of kernels must be in this header: it is compiled with the sanitizers, simt.cpp is not.
+// Code that accesses a kernel's memory must be in this header, which is compiled with the sanitizers; simt.cpp is not.
 #pragma once
 
 // CUDA headers that were included earlier may have defined these macros. Those below do not define them again.

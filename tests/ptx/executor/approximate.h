@@ -21,7 +21,7 @@ inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
   const f64 moved = exact * (1 + bound * signed_error(bits<u32>(input), which));
   const f32 result = static_cast<f32>(moved);
-  // If rounding to f32 moves the result past the bound, it gets no error.
+  // If rounding to f32 moves the result past the bound, the result without error is returned.
   return std::fabs(f64(result) - exact) <= bound * std::fabs(exact) ? result : static_cast<f32>(exact);
 }
 

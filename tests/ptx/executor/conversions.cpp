@@ -1,4 +1,4 @@
-// Conversions, with the names cvt.<rounding>.<to>.<from>. Without <rounding> floats round to nearest even.
+// Conversions, with the names cvt.<rounding or sat>.<to>.<from>. Without a rounding floats round to nearest even.
 #include <tuple>
 #include <type_traits>
 

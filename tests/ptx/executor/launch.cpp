@@ -19,7 +19,7 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kMaxErrors = 1000;  // ends a launch, as a missing barrier can cause millions of errors
+constexpr u64 kMaxErrors = 1000;  // then the launch ends, as a missing barrier can cause millions of errors
 
 }  // namespace
 

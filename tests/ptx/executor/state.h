@@ -23,7 +23,7 @@ struct Warp {
   u32 blocked = 0;           // lanes that wait at a .sync instruction
   u32 pc = 0;
   u32 next_other = ~0u;      // lowest pc of the lanes that are not active
-  u32 pcs[kLanes] = {};      // of the lanes that are not active
+  u32 pcs[kLanes] = {};      // pc of each lane that is not active
   Phase phase = Phase::ready;
   u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
   s64 reduction = -1;        // offset of bar.red's destination register, or -1
