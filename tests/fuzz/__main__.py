@@ -83,7 +83,7 @@ class _Worker:
         self.failures += 1
         print(f"{'did not return' if stuck else f'ended the process with {self.process.returncode}'}:")
         print(f"  python -m tests.fuzz --case '{json.dumps(left.get('case', {}))}'", flush=True)
-        self.seed += 7919  # the next process draws other cases
+        self.seed += 7919
         if time.monotonic() > self.end or self.failures >= self.options.failures:
             return True
         self._start()

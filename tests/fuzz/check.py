@@ -1,18 +1,15 @@
 """Compares a case with the definition and minimises failing cases.
 
-Errors are relative to the largest element of an output. As in `moe_kernels verify`, an output may have twice the
+As in `moe_kernels verify`, errors are relative to the largest element of an output, and an output may have twice the
 definition's error in the same dtype plus a floor in epsilons.
 
-Random inputs also contain denormal numbers and give sums that cancel. So an output with a larger error gets a second,
-wider tolerance from the definition's outputs for four perturbed inputs. One input has its denormal numbers set to zero;
-in three inputs each element moves by up to two epsilons plus the smallest normal number. The second tolerance is the
-largest of the first one and twice the definition's errors for these inputs, plus two terms:
+Random inputs contain denormal numbers and give sums that cancel. So an output with a larger error gets a wider
+tolerance from four perturbed inputs: one with denormal numbers set to zero, three with elements moved by up to two
+epsilons plus the smallest normal number. This tolerance is the largest of the first one and twice the definition's
+errors for these inputs, plus EFFECT times the largest change of the float64 output, plus 32 epsilons of the largest
+input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32 for 16-bit inputs too.
 
-* EFFECT times the largest change that a perturbation causes in the output in float64;
-* 32 epsilons of the largest input, for sums whose exact value is nearly 0. The epsilon is that of float32 also for
-  16-bit inputs, whose sums are computed in float32.
-
-In float64 the exact values have rounding errors too, so each epsilon of the floor and of the last term counts as 32.
+In float64 the exact values have rounding errors as well: each epsilon of the floor and of the last term counts as 32.
 """
 
 from __future__ import annotations
@@ -132,10 +129,8 @@ def _largest(inputs: Mapping[str, object]) -> float:
 
 
 def _perturbed_outputs(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The definition's outputs in float64 and in the case's dtype, for perturbed inputs (see the module's docstring).
-
-    Seed 0 sets denormal numbers to 0, as AVX-512's products of bfloat16 do with their operands.
-    """
+    """The definition's outputs in float64 and in the case's dtype, for perturbed inputs. Seed 0 sets denormal numbers
+    to 0, as AVX-512's products of bfloat16 do."""
     dtype, generator = DTYPES[spec["dtype"]], torch.Generator().manual_seed(seed)
     eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
 

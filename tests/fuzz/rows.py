@@ -95,10 +95,7 @@ def _draw_harden(draw: random.Random) -> Spec:
 
 
 def _run_harden(inputs: Inputs, backend: str) -> Outputs:
-    """Whether `harden` returns permutations (valid), and no swap of two rows' columns increases a sum (best).
-
-    The columns are not compared with expected ones, since several permutations can have the same sum.
-    """
+    """Whether `harden` returns permutations (valid), and no swap of two rows' columns increases a sum (best)."""
     soft = inputs["soft"]
     columns = mk.harden(soft)
     n = soft.shape[-1]

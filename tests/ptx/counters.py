@@ -40,7 +40,6 @@ def class_of(text: str) -> str:
 
 
 def classes(kernel: Kernel) -> list[str]:
-    """The class of every instruction of the kernel."""
     cached = getattr(kernel, "_classes", None)
     if cached is None:
         cached = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]

@@ -30,10 +30,8 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in plain containers, which pytest-xdist can send.
-
-    lines: place -> number of its instructions that ran, number of its instructions; summed over specialisations.
-    """
+    """The coverage of this process, in plain containers, which pytest-xdist can send. lines: place -> number of its
+    instructions that ran, number of its instructions."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
@@ -79,7 +77,6 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    """Text: every kernel with its places that never ran."""
     lines = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]

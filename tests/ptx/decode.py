@@ -106,10 +106,7 @@ def number(text: str, floating: int) -> int:
 
 
 class Decoder:
-    """Turns the statements of one kernel into records.
-
-    forms.FORMS has functions for kinds of instructions; forms.plain decodes all other instructions.
-    """
+    """Turns the statements of one kernel into records, with the functions in forms.FORMS, or forms.plain."""
 
     def __init__(self, entry: Entry, operations: dict[str, int]) -> None:
         self.entry, self.operations = entry, operations
@@ -174,7 +171,6 @@ class Decoder:
             raise self.unsupported(f"operand {text}") from None
 
     def width(self, text: str) -> int | None:
-        """Bytes of a lane of a register; None for a constant."""
         place = self.place(text)
         return place and place[1]
 

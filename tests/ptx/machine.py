@@ -166,10 +166,7 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch. The result holds the errors of the kernel; `check` raises them.
-
-    shared: bytes of a block, static and dynamic.
-    """
+    """Executes one launch; `check` raises the errors in its result. shared: bytes of a block, static and dynamic."""
     least = kernel.parameter_bytes
     assert len(parameters) >= least, f"{kernel.name}: expected {least} bytes of parameters, got {len(parameters)}"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)

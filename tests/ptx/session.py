@@ -68,11 +68,8 @@ def launch(
 
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
-    """Inside the block, `value` seeds the order of blocks, of warps and of the lanes of a store or atomic.
-
-    `errors` (default: `value`) seeds the errors of .approx instructions. The order depends on it too. 0 and 0: the
-    fixed order without errors. Both are below 2^16.
-    """
+    """Inside the block, `value` (below 2^16) seeds the order of blocks, of warps and of the lanes of a store or atomic.
+    `errors` (default: `value`) seeds the errors of .approx instructions; the order depends on it too."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:

@@ -32,10 +32,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Every kernel of the package, such as "triton _kwta_fwd"; the CUDA kernels only if nvcc is here.
-
-    Triton kernels with a matrix product are listed for sm_90 too, such as "triton sm_90 _grouped_gemm_fwd".
-    """
+    """Every kernel of the package (CUDA: if nvcc is here), such as "triton _kwta_fwd". Triton kernels with a matrix
+    product have a second entry, such as "triton sm_90 _grouped_gemm_fwd"."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
     found += [

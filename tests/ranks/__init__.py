@@ -29,11 +29,7 @@ class Ranks:
         )
 
     def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
-        """Runs a check on ranks. arguments: passed to it as strings; they must not contain spaces.
-
-        Raises:
-            AssertionError: with the tracebacks of the ranks that failed.
-        """
+        """Raises AssertionError with the tracebacks of failed ranks. The check gets str(arguments), without spaces."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")

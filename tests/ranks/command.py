@@ -44,10 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """For every side (a model that the recipe compares) all ranks together take the steps of one process.
-
-    The command itself compares the first two steps (--check-steps). Only rank 0 prints.
-    """
+    """All ranks together take the steps of one process, as --check-steps compares; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -79,7 +76,6 @@ def stops(port: str, out: str, data: str) -> None:
 
 
 def whole(port: str, out: str, data: str) -> None:
-    """A run of one process without interruption."""
     status, _, errors = _command(port, "competesmoe", "--data", data, "--out", out, "--check-steps", 0, *PLAIN)
     assert status == 0, errors
 

@@ -27,10 +27,7 @@ def same(
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     capacity: int | None = None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Compares outputs, dx and averaged gradients with one process that has all tokens.
-
-    Returns the model of one process and the sharded model. prepare: changes each model before its step.
-    """
+    """Compares outputs, dx and averaged gradients with one process that has all tokens; returns both models."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = copy.deepcopy(Model(layer))
@@ -133,8 +130,6 @@ def pass_through() -> None:
 
 
 def activation_checkpointing() -> None:
-    """The backward pass recomputes the forward pass, and so sends the rows again."""
-
     def prepare(model: nn.Module) -> None:
         inner = model.layer.forward
         model.layer.forward = lambda *given: checkpoint(inner, *given, use_reentrant=False)
@@ -206,17 +201,13 @@ def dropout() -> None:
 
 
 def frozen_experts() -> None:
-    """With frozen experts the gradients still reach x and the gate."""
     layer = mlp()(None)
     layer.experts.requires_grad_(False)
     same(layer)
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group each rank computes the loss of all tokens.
-
-    The gradient on a rank is `ranks` times that of the loss, as DDP divides the sum of gradients by the ranks.
-    """
+    """With reduce=group each rank computes the loss of all tokens, and `ranks` times its gradient, as DDP averages."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))

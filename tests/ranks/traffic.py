@@ -60,10 +60,7 @@ def norms() -> None:
 
 
 def contenders() -> None:
-    """The implementations of bench.exchange give equal results (`measure` compares them).
-
-    Those for which bench.exchange_model has a prediction send that number of bytes.
-    """
+    """The implementations of bench.exchange give equal results and send the bytes that are predicted for them."""
     size = exchange.Size(tokens=64, dim=16, hidden=16, experts=4)
     lines = exchange.measure(size, 0.05, peers=False)
     assert [line.contender for line in lines][::2] == ["ExpertParallel", "DTensor: gather tokens, scatter sums"]

@@ -47,7 +47,6 @@ class Launchers:
     stream) and floats.
 
     A call may access only tensors that were announced since the previous call, each from its first to its last element.
-    signatures: lines "name types", see moe_signatures in call.h.
     """
 
     def __init__(self, signatures: str) -> None:
@@ -60,7 +59,6 @@ class Launchers:
         raise NotImplementedError
 
     def announce(self, *tensors: torch.Tensor) -> None:
-        """Gives the next call access to these tensors."""
         self._announced += tensors
 
     def __getattr__(self, name: str) -> Callable[..., None]:

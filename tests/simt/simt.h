@@ -127,8 +127,6 @@ To bits(From value) {
 
 }  // namespace simt
 
-// CUDA's functions.
-
 inline void __syncthreads() { simt::barrier(false); }
 inline int __syncthreads_or(int predicate) { return simt::barrier(predicate != 0) != 0; }
 
@@ -236,8 +234,6 @@ inline float __uint_as_float(uint32_t value) { return simt::bits<float>(value); 
 inline int __float_as_int(float value) { return simt::bits<int>(value); }
 inline float __int_as_float(int value) { return simt::bits<float>(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-
-// The instructions cp.async, ldmatrix and mma.sync, for csrc/include/moe.
 
 namespace simt {
 

@@ -25,7 +25,6 @@ class Toolkit:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Folder of an installed package, found without an import; None if it is not installed."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -8,7 +8,7 @@
 
 // A copy of up to 16 bytes into shared memory, which is written when a wait completes the copy.
 struct Copy {
-  u32 to;  // shared address
+  u32 to;
   u8 size, lane;
   u8 bytes[16];
 };
@@ -16,14 +16,13 @@ struct Copy {
 // The accumulators of wgmma that no wait has completed. Until the wait their registers hold kPoison and are undefined.
 struct Product {
   const u32* registers;         // offsets of the accumulators, from the record's operands
-  u32 count;                    // number of accumulators
+  u32 count;
   u64 group;                    // number of the group with the last wgmma on these accumulators
   std::vector<f32> sums;        // (16, 2 * count): the values to store at the wait
   std::vector<u64> undefined;   // by register: undefined lanes after the product
 };
 constexpr u32 kPoison = 0x7fedcba9;
 
-// The wgmma products of a warp.
 struct Products {
   std::vector<Product> running;
   std::vector<u32> reads;                     // addresses of the 16-byte pieces that wgmma read since the last commit

@@ -73,7 +73,7 @@ Next branch(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
     return Next::chosen;
   }
   if (!mask) return Next::following;
-  launch.counters(r).requests++;  // the warp diverges
+  launch.counters(r).requests++;
   for_lanes(w.active, [&](u32 l) { w.pcs[l] = mask >> l & 1 ? static_cast<u32>(r.target) : w.pc + 1; });
   select_lanes(w);
   return Next::chosen;

@@ -26,7 +26,6 @@ struct Each {
   }
 };
 
-// Compares lanes of type T with F; the destination is a predicate.
 template <class F, class T>
 struct Compare {
   static Next step(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {

@@ -47,7 +47,7 @@ void arithmetic(Table& t, const std::string& kind) {
   binary<T, T, T>(t, "max." + kind, [](T x, T y) { return greatest(x, y); });
   binary<T, T, T>(t, "min.NaN." + kind, [](T x, T y) { return or_nan(x, y, least(x, y)); });
   binary<T, T, T>(t, "max.NaN." + kind, [](T x, T y) { return or_nan(x, y, greatest(x, y)); });
-  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });  // the sign of x
+  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 

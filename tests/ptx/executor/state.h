@@ -168,7 +168,6 @@ struct Launch {
   int find_range(u64 at, u32 size, int hint) const;
 };
 
-// Operands of an instruction.
 template <class T>
 inline T* lanes_of(const Launch& launch, Warp& warp, const Record& record, u32 k) {
   return reinterpret_cast<T*>(warp.registers + launch.operand(record, k));

@@ -17,15 +17,14 @@ typedef double f64;
 constexpr u32 kLanes = 32;
 constexpr u32 kAll = 0xffffffffu;
 
-// One decoded instruction.
-struct Record {
+struct Record {  // a decoded instruction
   u16 op;         // index of the table of operations
   u8 negated;     // the guard predicate is negated
   u8 size;        // ld and st: bytes of an element; cp.async: bytes of a copy
   u8 width;       // ld and st: bytes of a register
   u8 elements;    // ld and st: elements of a vector; ldmatrix and stmatrix: matrices; others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
-  u8 count;       // number of operands
+  u8 count;
   s32 guard;      // offset of the predicate register, or -1
   u32 operands;   // index of the first operand
   s32 target;     // of a branch: index of an instruction
