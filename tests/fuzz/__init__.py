@@ -1,9 +1,10 @@
-"""Random calls of every operation against the definition: on the CPU with every instruction set of this machine, with
---interpreted also in Triton's interpreter.
+"""The fuzzer: random calls of the operations, compared with the definitions.
 
-    python -m tests.fuzz --minutes 10 --processes 2          make fuzz MINUTES=10
-    python -m tests.fuzz --case '{"op": "kwta", ...}'        repeats one case, as a failure prints it
+Calls use all CPU instruction sets of this machine; with --interpreted F a fraction F of them uses Triton's interpreter.
 
-A case is a `Spec`: plain values by name, which determine all tensors. operations.py draws a random spec, check.py runs,
-compares and minimises it, values.py makes its tensors.
+    python -m tests.fuzz --minutes 10 --processes 2
+    python -m tests.fuzz --case '{"op": "kwta", ...}'        repeats one case; every failure prints this command
+
+A case is a `Spec`: a dict of plain values that determines all tensors. operations.py draws a random spec, values.py
+makes its tensors, check.py runs it, compares the outputs and minimises failing specs.
 """

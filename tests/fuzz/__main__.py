@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-CASE_SECONDS = 120.0  # limit of a case
+CASE_SECONDS = 120.0  # time limit of a case
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 class _Worker:
-    """A process that runs cases; it is replaced if a case crashes it or does not return."""
+    """A process that runs cases. It is replaced if it crashes or if a case exceeds its time limit."""
 
     def __init__(self, options: argparse.Namespace, state: Path, seed: int) -> None:
         self.options, self.state, self.seed = options, state, seed
@@ -66,11 +66,10 @@ class _Worker:
         self.process = subprocess.Popen(command, env=environment)
 
     def done(self) -> bool:
-        """Whether the worker is finished; replaces its process if a case crashed it or is stuck."""
+        """Whether the worker is finished. Reports a case that crashed or is stuck, and starts another process."""
         state = self.state.stat()
-        limit = (
-            CASE_SECONDS if state.st_size else 10 * CASE_SECONDS
-        )  # longer before the first case: the process imports torch
+        # The state file is empty until the first case; before it the process imports torch.
+        limit = CASE_SECONDS if state.st_size else 10 * CASE_SECONDS
         stuck = time.time() - state.st_mtime > limit
         if self.process.poll() is None and not stuck:
             return False
@@ -84,7 +83,7 @@ class _Worker:
         self.failures += 1
         print(f"{'did not return' if stuck else f'ended the process with {self.process.returncode}'}:")
         print(f"  python -m tests.fuzz --case '{json.dumps(left.get('case', {}))}'", flush=True)
-        self.seed += 7919  # other cases than before
+        self.seed += 7919
         if time.monotonic() > self.end or self.failures >= self.options.failures:
             return True
         self._start()
@@ -92,7 +91,7 @@ class _Worker:
 
 
 def _work(options: argparse.Namespace) -> int:
-    """Runs cases; the state file holds the counts and, until the end, the current case."""
+    """Runs cases. The state file holds the counts and, until the end, the current case."""
     from tests.fuzz.check import failure, names, report, set_up_process
     from tests.fuzz.operations import OPERATIONS, drawn
 

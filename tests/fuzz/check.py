@@ -1,12 +1,15 @@
 """Compares a case with the definition and minimises failing cases.
 
-The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
-epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. So an output with a
-larger error is judged again, with inputs that are perturbed four times: once denormal numbers are set to zero, three
-times each element moves by up to two epsilons and the smallest normal number. Then the definition's error is the
-largest with these and the original inputs, and two terms are added: EFFECT times the largest change of the output, and,
-for sums whose exact value is nearly 0, 32 epsilons (of the dtype that sums are computed in) of the largest input. In
-float64, where the truth has rounding errors as well, each epsilon of the floor and of these 32 counts as 32.
+As in `moe_kernels verify`, errors are relative to the largest element of an output, and an output may have twice the
+definition's error in the same dtype plus a floor in epsilons.
+
+Random inputs contain denormal numbers and give sums that cancel. So an output with a larger error gets a wider
+tolerance from four perturbed inputs: one with denormal numbers set to zero, three with elements moved by up to two
+epsilons plus the smallest normal number. This tolerance is the largest of the first one and twice the definition's
+errors for these inputs, plus EFFECT times the largest change of the float64 output, plus 32 epsilons of the largest
+input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32 for 16-bit inputs too.
+
+In float64 the exact values have rounding errors as well: each epsilon of the floor and of the last term counts as 32.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
 
 EFFECT = 8.0
-WIDEST = cpu.isa  # instruction set of the machine
+WIDEST = cpu.isa  # index of the widest instruction set, or of the one in MOE_KERNELS_CPU_ISA
 
 
-def names(interpreted: bool = False) -> list[str]:
-    """Kernels to test: "cpu" with each instruction set and, if `interpreted`, "triton" in its interpreter."""
-    return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST + 1]] + ["triton"] * interpreted
+def names() -> list[str]:
+    """Names for `running`, such as "cpu avx2": one for each instruction set up to WIDEST."""
+    return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST + 1]]
 
 
 @contextmanager
 def running(name: str) -> Iterator[str]:
-    """Inside the block, backend "cpu" uses the instruction set in `name`; yields the name of the backend."""
+    """Yields the backend of a `name` such as "cpu avx2" or "triton"; in the block "cpu" uses that instruction set."""
     backend, _, isa = name.partition(" ")
     before = cpu.isa
     try:
@@ -52,14 +55,14 @@ def running(name: str) -> Iterator[str]:
 
 
 def set_up_process() -> None:
-    """Sets up the process: one thread, and NaN in uninitialized memory of torch."""
+    """Sets one thread, no warnings, and NaN as the content of torch's uninitialized tensors."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def failure(spec: Spec) -> str | None:
-    """The failure of a case: an output with its error, or an exception; None if the case is correct or cannot run."""
+    """Text that names a wrong output or an unexpected exception; None if the case is correct or cannot run here."""
     operation, build, dtype = _verified(spec), OPERATIONS[spec["op"]].build, DTYPES[spec["dtype"]]
     with running(spec["on"]) as backend:
         try:
@@ -74,7 +77,7 @@ def failure(spec: Spec) -> str | None:
     try:
         expected = operation.run(build(spec), "reference")
     except Exception as raised:
-        # A kernel must raise where the definition raises; its message may differ.
+        # If the definition raises, the kernel must raise too; messages may differ.
         return None if found is None else f"ran, but the definition raises {error_text(raised)}"
     if found is None:
         return error
@@ -100,7 +103,6 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
             wrong = int((~((got == reference) | ((got != got) & (reference != reference)))).sum())
             return f"{name}: {wrong} of {got.numel()} elements differ"
         truth = truth or operation.run(_wide(fuzzed.build(spec)), "reference")
-        # In float64 the truth has rounding errors as well.
         eps = torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
         allowed = 2 * relative_error(reference, truth[name]) + operation.floor * fuzzed.loose(spec) * eps
         error = relative_error(got, truth[name])
@@ -108,7 +110,6 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
             near = near or [_perturbed_outputs(spec, seed) for seed in range(4)]
             effect = max(relative_error(each[name], truth[name]) for each, _ in near)
             allowed = max(allowed, *(2 * relative_error(own[name], each[name]) for each, own in near)) + EFFECT * effect
-            # The error of a sum that cancels is some epsilons of its largest term. 16-bit inputs are summed in float32.
             summed = eps if reference.dtype == torch.float64 else torch.finfo(torch.float32).eps
             allowed += 32 * summed * _largest(fuzzed.build(spec)) / (_largest({name: truth[name]}) or 1.0)
         if error > allowed and not math.isnan(allowed):
@@ -128,8 +129,8 @@ def _largest(inputs: Mapping[str, object]) -> float:
 
 
 def _perturbed_outputs(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The definition's outputs, in float64 and in the case's dtype, for randomly perturbed inputs (up to two epsilons);
-    seed 0: with denormal numbers set to 0, as AVX-512's products of bfloat16 read them."""
+    """The definition's outputs in float64 and in the case's dtype, for perturbed inputs. Seed 0 sets denormal numbers
+    to 0, as AVX-512's products of bfloat16 do."""
     dtype, generator = DTYPES[spec["dtype"]], torch.Generator().manual_seed(seed)
     eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
 
@@ -148,13 +149,13 @@ def _wide(inputs: Mapping[str, object]) -> dict[str, object]:
 
 
 def _each(inputs: Mapping[str, object], change: Callable[[Tensor], Tensor]) -> dict[str, object]:
-    """The inputs with every floating tensor changed."""
+    """The inputs, with `change` applied to every floating-point tensor."""
     floating = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
     return {name: change(value) if name in floating else value for name, value in inputs.items()}  # type: ignore[arg-type]
 
 
 def smaller(spec: Spec) -> Iterator[Spec]:
-    """Specs that differ in one value, which is simpler; the simplest values of each key first."""
+    """Specs with one value replaced by a simpler one; for each key the simplest value comes first."""
     for key, value in spec.items():
         if key in ("op", "on", "dtype", "seed"):
             continue
@@ -176,7 +177,7 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
-    """The simplest failing spec found from `spec`: no single simplification of it fails, unless `tries` are used up."""
+    """Simplifies a failing spec until no single simplification of it fails, for at most `tries` tries."""
     improved = True
     while improved and tries > 0:
         improved = False

@@ -1,4 +1,4 @@
-"""Operations of experts: products, MLPs, norms."""
+"""Fuzzed cases of grouped_gemm, expert_mlp and expert_norms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_kernels.library import CLAMPED
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS, HALVING
 from moe_kernels.verify.operation import Inputs
 from tests.fuzz.operation import Fuzzed
-from tests.fuzz.routing import draw_routing, plan_of
+from tests.fuzz.routing import draw_routing, has_experts, plan_of
 from tests.fuzz.values import Spec, describe, make, size
 
 KINDS = ("normal", "ties", "constant", "zeros", "tiny")
@@ -30,11 +30,10 @@ def _draw(draw: random.Random, *names: str) -> Spec:
 def _weights(spec: Spec, *names: str) -> Inputs:
     count, dim, hidden, out = (spec[name] for name in ("experts", "dim", "hidden", "out"))
     columns = 2 * hidden if spec["activation"] in HALVING else hidden
-    found = {"w_in": make(spec, "w_in", count, dim, columns) / max(dim, 1) ** 0.5}
-    found |= {"w_out": make(spec, "w_out", count, hidden, out) / max(hidden, 1) ** 0.5}
-    for name, fan in (("w_in", dim), ("w_out", hidden)):  # restores the layout, as the division made it contiguous
-        laid_out = make(spec, name, *found[name].shape)
-        found[name] = laid_out.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(laid_out) else found[name]
+    found = {}
+    for name, rows, width in (("w_in", dim, columns), ("w_out", hidden, out)):
+        weight, scale = make(spec, name, count, rows, width), 1 / max(rows, 1) ** 0.5
+        found[name] = weight * scale if _overlaps(weight) else weight.mul_(scale)  # in place: keeps the layout
     if spec["bias"]:
         found |= {"b_in": make(spec, "b_in", count, columns), "b_out": make(spec, "b_out", count, out)}
     return {name: found[name] for name in names if name in found}
@@ -78,21 +77,18 @@ def _build_norms(spec: Spec) -> Inputs:
     return inputs | {"activation": spec["activation"], "grad": grad}
 
 
-def _has_experts(spec: Spec) -> bool:
-    return bool(spec["experts"] >= 1)
-
-
-def _of_norms(spec: Spec) -> bool:
-    return _has_experts(spec) and spec["activation"] != CLAMPED
+def _fits_norms(spec: Spec) -> bool:
+    return has_experts(spec) and spec["activation"] != CLAMPED
 
 
 def _loose(spec: Spec) -> float:
-    """1 - tanh^2 cancels where tanh is near 1: at 0.999 the relative error is 1000 times that of tanh."""
+    """Factor of the floor. The derivative 1 - tanh^2 cancels near tanh = 1: at tanh = 0.999 its relative error is 1000
+    times that of tanh."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 
 OPERATIONS = {
-    "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, _has_experts, _loose, weight=2),
-    "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, _has_experts, _loose, weight=2),
-    "expert_norms": Fuzzed(_draw, _build_norms, _of_norms, _loose),
+    "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, has_experts, _loose, weight=2),
+    "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, has_experts, _loose, weight=2),
+    "expert_norms": Fuzzed(_draw, _build_norms, _fits_norms, _loose),
 }

@@ -12,11 +12,15 @@ from tests.fuzz.values import Spec
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """Makes random cases of an operation; its run, exact outputs and floor are in moe_kernels.verify.
+    """How random cases of an operation are made. moe_kernels.verify defines its run, exact outputs and tolerance.
 
-    draw(draw): a spec without op, on, dtype and seed. build(spec): the inputs. fits(spec): whether a simplified spec is
-    still valid for the operation. loose(spec): a factor of the floor. dtypes: to draw from. weight: frequency of the
-    operation. own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
+    draw(draw): a random spec without the keys op, on (backend), dtype and seed.
+    build(spec): the inputs.
+    fits(spec): whether a simplified spec is valid for the operation.
+    loose(spec): factor of the tolerance's floor.
+    dtypes: names to draw from, repeated for a higher frequency.
+    weight: frequency of the operation relative to others.
+    own: run and exact outputs, for a function without kernels, which moe_kernels.verify does not have.
     """
 
     draw: Callable[[random.Random], Spec]

@@ -11,7 +11,7 @@ OPERATIONS = rows.OPERATIONS | routing.OPERATIONS | experts.OPERATIONS
 
 
 def drawn(draw: random.Random, names: list[str], backends: list[str]) -> Spec:
-    """The spec of a random case of one of the operations `names`, on one of the `backends`."""
+    """A random spec of one of the operations `names`, on one of the `backends`, such as "cpu avx2" or "triton"."""
     name = draw.choices(names, [OPERATIONS[each].weight for each in names])[0]
     operation = OPERATIONS[name]
     spec = {"op": name, "on": draw.choice(backends), "dtype": draw.choice(operation.dtypes)}

@@ -1,4 +1,4 @@
-"""Operations that route: plans, dispatch, combine."""
+"""Fuzzed cases of the routing plans, dispatch and combine, and of expert_capacity and k_from_fraction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_routing(draw: random.Random, tokens: int = 65, max_experts: int = 33, k
 
 
 def experts_of(spec: Spec) -> torch.Tensor:
-    """The choices (T, K): int64, for odd seeds int32."""
+    """The chosen experts (T, K), -1 for no expert; int32 for odd seeds, else int64."""
     generator = torch.Generator().manual_seed(spec["seed"])
     shape, count = (spec["tokens"], spec["k"]), spec["experts"]
     experts = torch.randint(count, shape, generator=generator)
@@ -70,8 +70,8 @@ def _build_scores(spec: Spec) -> Inputs:
 
 def _draw_moving(draw: random.Random) -> Spec:
     spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
-    # Only "x" may be "special" (NaN, infinities, the largest numbers): dispatch copies it. Sums of the largest numbers
-    # overflow in some orders only.
+    # Only x, which dispatch copies, may be "special" (with NaN, infinities and the largest numbers). The other tensors
+    # enter sums, and whether a sum of the largest numbers overflows depends on its order.
     return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
 
 
@@ -94,7 +94,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction are exact for decimal fractions; the expected values use Fraction."""
+    """expert_capacity and k_from_fraction, which must be exact for decimal fractions; "reference" uses Fraction."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":
@@ -106,7 +106,7 @@ def _run_counts(spec: Inputs, backend: str) -> Outputs:
     return {"counts": torch.tensor(found)}
 
 
-def _has_experts(spec: Spec) -> bool:
+def has_experts(spec: Spec) -> bool:
     return bool(spec["experts"] >= 1)
 
 
@@ -115,9 +115,9 @@ def _countable(spec: Spec) -> bool:
 
 
 OPERATIONS = {
-    "make_plan": Fuzzed(_draw_plan, _build_plan, _has_experts, weight=2),
-    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _has_experts),
-    "combine": Fuzzed(_draw_moving, _build_combine, _has_experts, weight=2),
+    "make_plan": Fuzzed(_draw_plan, _build_plan, has_experts, weight=2),
+    "dispatch": Fuzzed(_draw_moving, _build_dispatch, has_experts),
+    "combine": Fuzzed(_draw_moving, _build_combine, has_experts, weight=2),
     "counts": Fuzzed(
         _draw_counts,
         lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},
@@ -125,6 +125,6 @@ OPERATIONS = {
         dtypes=("float32",),
         own=without_kernels(_run_counts, "counts"),
     ),
-    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _has_experts),
-    "plan_priority": Fuzzed(_draw_scores, _build_scores, _has_experts),
+    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, has_experts),
+    "plan_priority": Fuzzed(_draw_scores, _build_scores, has_experts),
 }

@@ -1,4 +1,4 @@
-"""Operations on rows and matrices: selection, gates, permutations."""
+"""Fuzzed cases of kwta, topk_gate, tree_gate, tree_route, sinkhorn and harden."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _draw_harden(draw: random.Random) -> Spec:
 
 
 def _run_harden(inputs: Inputs, backend: str) -> Outputs:
-    """Whether `harden` returns a permutation that no exchange of two rows improves; ties may be broken either way."""
+    """Whether `harden` returns permutations (valid), and no swap of two rows' columns increases a sum (best)."""
     soft = inputs["soft"]
     columns = mk.harden(soft)
     n = soft.shape[-1]
@@ -118,7 +118,7 @@ OPERATIONS = {
     "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
-        # Not "ties", small integers: pre-activations could be exactly 0, where rounding decides between left and right.
+        # Other kinds of x and split_weight could give pre-activations of 0, where rounding decides the branch.
         lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
         _build_tree,
         lambda spec: _has_trees(spec) and spec["gamma"] == 1e-6,

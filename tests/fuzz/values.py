@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from typing import Any
@@ -21,13 +22,13 @@ SIZES = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 1
 
 
 def size(draw: random.Random, largest: int, smallest: int = 0) -> int:
-    """A size from `smallest` to `largest`; small sizes, powers of two and their neighbours are likelier."""
+    """A size from `smallest` to `largest`: with probability 0.8 one of SIZES, else uniform."""
     fit = [each for each in SIZES if smallest <= each <= largest]
     return draw.choice(fit) if draw.random() < 0.8 else draw.randint(smallest, largest)
 
 
 def describe(draw: random.Random, *names: str, kinds: tuple[str, ...] = KINDS) -> Spec:
-    """A kind and a layout for every tensor; most are normal and contiguous."""
+    """A random kind and layout for each named tensor; the likeliest are "normal" and "contiguous"."""
     spec = {}
     for name in names:
         spec[f"{name}.kind"] = draw.choice(kinds) if draw.random() < 0.4 else "normal"
@@ -36,13 +37,10 @@ def describe(draw: random.Random, *names: str, kinds: tuple[str, ...] = KINDS) -
 
 
 def make(spec: Spec, name: str, *shape: int) -> Tensor:
-    """The tensor `name`; equal specs give equal tensors."""
+    """The tensor `name` of a case; the spec and the shape determine it."""
     dtype, kind = DTYPES[spec["dtype"]], spec.get(f"{name}.kind", "normal")
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {spec['seed']}".encode()))
-    columns = shape[-1] if shape else 1
-    count = 1
-    for each in shape[:-1]:
-        count *= each
+    count, columns = math.prod(shape[:-1]), shape[-1]
     if kind == "zeros":
         x = torch.zeros(count, columns, dtype=dtype)
     elif kind in ("large", "tiny"):
@@ -55,10 +53,10 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in a memory layout; "expanded" returns x[:1] repeated. Memory between the elements of x holds NaN.
+    """x in a memory layout; "expanded" returns x[:1] repeated. Memory outside the returned view holds NaN.
 
-    For bfloat16 that memory holds the largest number: torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of
-    300 shapes).
+    For bfloat16 this memory holds the largest number instead: on CPUs with AMX torch.mm reads past a bfloat16 view, and
+    NaN there gave NaN results for 9 of 300 shapes.
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

@@ -18,8 +18,8 @@ SMALL = {"R": 64, "T": 256, "D": 128, "H": 128, "E": 8, "B": 4}
 
 
 def _shape(entry: Any, given: str) -> dict[str, Any]:
-    """The first quick shape, with sizes of at most those in SMALL, and R = 64 (rows; iterations of sinkhorn). Then
-    `given` replaces sizes."""
+    """The entry's first shape (of its "quick" ones, if there are any), with sizes limited to SMALL and R (rows, or
+    iterations of sinkhorn) = 64. Then `given` replaces sizes."""
     shapes = entry.shapes.get("quick") or next(iter(entry.shapes.values()))
     shape = dict(shapes[0])
     shape = entry.complete(shape, "cpu") | {name: min(n, SMALL[name]) for name, n in shape.items() if name in SMALL}
@@ -32,7 +32,7 @@ def _shape(entry: Any, given: str) -> dict[str, Any]:
 
 
 def entry_and_inputs(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The entry of an operation in bench.registry, its inputs, and the shape."""
+    """An operation's entry in bench.registry, inputs of it, and their shape."""
     sys.path.insert(0, str(ROOT))
     try:
         from bench.registry import ENTRIES
@@ -46,7 +46,7 @@ def entry_and_inputs(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, An
 
 
 def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple[list[Result], dict[str, Any], int]:
-    """Executes a call; returns the results of its launches, the shape, and the elements of its largest input."""
+    """Executes a call; returns its launches' results, the shape, and the number of elements of the largest input."""
     entry, inputs, sizes = entry_and_inputs(op, dtype, shape)
     elements = max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor))
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Counters of a launch: instructions by class, sectors and bytes of memory, bank conflicts, barriers.
 
-Counts are of PTX. The machine code (SASS) has 1.31 to 1.38 times as many instructions for kwta, 0.92 times for a GEMM.
+PTX instructions are counted. The machine code has 1.31 to 1.38 times as many for kwta, and 0.92 times for a GEMM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from .decode import Kernel
 from .machine import Result
 
-# The first pattern that matches an instruction, without its guard, gives its class.
+# An instruction is in the first class whose pattern matches its opcode.
 CLASSES = {
     "tensor": r"mma|wgmma|ldmatrix|stmatrix",
     "copy": r"cp\.async",
@@ -40,7 +40,6 @@ def class_of(text: str) -> str:
 
 
 def classes(kernel: Kernel) -> list[str]:
-    """The class of every instruction."""
     cached = getattr(kernel, "_classes", None)
     if cached is None:
         cached = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]
@@ -48,7 +47,7 @@ def classes(kernel: Kernel) -> list[str]:
 
 
 def count(result: Result) -> dict[str, Any]:
-    """The counters of one launch. "instructions" counts by lanes: one instruction of a full warp counts as 32."""
+    """The counters of one launch. "instructions" counts lanes: an instruction of a full warp counts 32 times."""
     c = result.counters[:-1]
     found = classes(result.kernel)
     lanes = dict.fromkeys(CLASSES, 0)
@@ -56,8 +55,8 @@ def count(result: Result) -> dict[str, Any]:
     for index, name in enumerate(found):
         lanes[name] += int(c["lanes"][index])
         if name in ("global", "shared", "copy", "tensor"):
-            # A cp.async counts its accesses to global and to shared memory in the same counters: at 16 bytes a lane, 16
-            # sectors of global memory and 4 passes of shared memory.
+            # The counters of a cp.async hold its accesses to global and to shared memory: for a full warp with 16 bytes
+            # a lane, 16 sectors and at least 4 passes. Here all count as global.
             where = "shared" if name in ("shared", "tensor") else "global"
             for kind in ("requests", "sectors", "ideal"):
                 memory[where, kind] += int(c[kind][index])
@@ -80,7 +79,7 @@ def count(result: Result) -> dict[str, Any]:
 
 
 def issued(counted: dict[str, Any]) -> int:
-    """Instructions, counted by lanes. Moves and loads of parameters are left out: ptxas removes most of them."""
+    """Instructions, counted by lanes, without moves and loads of parameters, most of which ptxas removes."""
     return sum(n for name, n in counted["instructions"].items() if name not in FREE)
 
 
@@ -111,7 +110,7 @@ def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
 
 
 def lines(result: Result, limit: int = 20) -> str:
-    """The source lines that execute the most instructions, as text."""
+    """Text: the `limit` source lines with the most executed instructions."""
     found: dict[str, int] = {}
     for pc, lanes in enumerate(result.counters["lanes"][:-1]):
         found[result.kernel.source(pc)] = found.get(result.kernel.source(pc), 0) + int(lanes)

@@ -1,4 +1,4 @@
-"""By kernel: which source lines were executed and which never were, summed over processes."""
+"""For each kernel the source lines that were executed and those that never were, over all test processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Each of these instructions must be executed by a test: only such a test can fail if the instruction is missing.
+# Barriers and waits. If one is missing in a kernel, only a test that executes its place can fail.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
 
 
 def family(title: str) -> str:
-    """A kernel's name without its template arguments."""
+    """A kernel's name without its namespaces and template arguments."""
     return title.partition("<")[0].rsplit("::", 1)[-1]
 
 
 def places(kernel: Kernel) -> list[str]:
-    """For each instruction its source line; for a barrier or wait (WAITS) also the opcode."""
+    """For each instruction its place: the source line, and for a barrier or wait (WAITS) also the opcode."""
     found = []
     for pc, text in enumerate(kernel.texts):
         opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
@@ -30,9 +30,8 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in plain containers, which pytest-xdist can send.
-
-    lines: place -> number of its instructions that ran, number of its instructions."""
+    """The coverage of this process, in plain containers, which pytest-xdist can send. lines: place -> number of its
+    instructions that ran, number of its instructions."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
@@ -50,9 +49,7 @@ def merge(into: Data, other: Data) -> Data:
         into[name] = into.get(name, 0) + other[name]
     kernels = into.setdefault("kernels", {})
     for name, entry in other["kernels"].items():
-        if name not in kernels:
-            kernels[name] = {"launches": 0, "specialisations": [], "lines": {}}
-        total = kernels[name]
+        total = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
         total["launches"] += entry["launches"]
         total["specialisations"] = sorted({*total["specialisations"], *entry["specialisations"]})
         for place, (executed, all_of_them) in entry["lines"].items():
@@ -62,7 +59,7 @@ def merge(into: Data, other: Data) -> Data:
 
 
 def missed(data: Data) -> dict[str, list[str]]:
-    """By kernel, the source lines that no specialisation executed."""
+    """By kernel, the places that no specialisation executed."""
     return {
         name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())
@@ -80,7 +77,6 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    """Text: every kernel with its lines that never ran."""
     lines = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]

@@ -1,5 +1,5 @@
-"""CUDA without a GPU: nvcc compiles csrc/cuda. Its host code runs unchanged on a replacement of cudart (cudart.cpp);
-the executor runs the PTX of every launch."""
+"""CUDA without a GPU: nvcc compiles csrc/cuda. The host code runs unchanged with cudart.cpp in place of libcudart, and
+every launch executes its PTX on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
-# nvcc's options in setup.py; tests/test_build.py checks that they are equal.
+# Equal to nvcc's options in setup.py (tests/test_build.py).
 PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 HERE = Path(__file__).resolve().parent
 
@@ -44,7 +44,7 @@ class Compiled:
 
 
 def build(source: Path) -> Path:
-    """The host object of one source. For a .cu file its PTX and nvcc's warnings lie beside it."""
+    """Path of one source's host object. Beside that of a .cu file are its PTX (.ptx) and nvcc's output (.warnings)."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
     options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
@@ -74,7 +74,7 @@ def compiled() -> Compiled:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
-    # -Bsymbolic: calls of cudart go to cudart.cpp in this library. Without it they go to the real one if it is loaded.
+    # -Bsymbolic binds calls of cudart's functions to cudart.cpp. Without it they go to libcudart if that is loaded.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
     build_once(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
@@ -113,7 +113,7 @@ LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 
 class Module(simt.Launchers):
-    """The launchers of csrc/cuda, called with addresses as in tests/simt."""
+    """The launchers of csrc/cuda; every launch executes its PTX."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(compiled().library))
@@ -134,7 +134,7 @@ class Module(simt.Launchers):
     def _launched(self, name: bytes, grid: Any, block: Any, arguments: Any, shared: int) -> int:
         try:
             self._execute(name.decode(), tuple(grid[:3]), tuple(block[:3]), arguments, shared)
-        except BaseException as error:  # an exception cannot cross the C++ caller; _run raises it
+        except BaseException as error:  # an exception cannot pass through the C++ caller, so `_run` raises it
             self._error = error if isinstance(error, PtxError) else PtxError(f"{type(error).__name__}: {error}")
             return LAUNCH_FAILURE
         return 0
@@ -157,7 +157,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, "cuda" runs CPU tensors on the executor. order: seed for the order of blocks, warps, stores."""
+    """Inside the block, backend "cuda" takes CPU tensors. order: as session.seed(order, errors=0)."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
@@ -167,7 +167,7 @@ def use(order: int | None = None) -> Iterator[Module]:
 
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
-    """Inside the block, launches see a GPU with these properties. `shared`: most bytes of a block (sm_86: 99 KB)."""
+    """Inside the block, launches see a GPU with these properties. shared: limit of a block in bytes."""
     set_device = module()._library.ptx_device
     set_device(shared, multiprocessors, major, minor)
     try:

@@ -1,4 +1,4 @@
-// Replaces libcudart for nvcc's host code. A launch passes the kernel's name to a callback, which executes the PTX.
+// Replaces libcudart for nvcc's host code. A launch calls `callback` with the kernel's name and arguments.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -19,11 +19,11 @@ struct Device {
   int shared = 163 * 1024, multiprocessors = 108, major = 8, minor = 0;
 } device;
 
-std::map<const void*, std::string>& names() {  // of kernels, by the host function that launches them
+std::map<const void*, std::string>& names() {  // names of kernels by the host function that launches them
   static std::map<const void*, std::string> table;
   return table;
 }
-std::map<const void*, size_t>& allowed() {  // dynamic shared memory that cudaFuncSetAttribute allowed
+std::map<const void*, size_t>& allowed() {  // by kernel: dynamic shared memory that cudaFuncSetAttribute allowed
   static std::map<const void*, size_t> table;
   return table;
 }

@@ -1,5 +1,5 @@
-"""Turns PTX statements into records for the executor. Every register and constant gets a fixed offset in the memory of
-a warp's registers."""
+"""Turns PTX statements into records, the executor's form of instructions. Every register and constant gets an offset in
+the memory that holds a warp's registers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"(.*?)\s*(?:\+\s*(-?\w+))?$", re.S)
 
 @dataclass
 class Kernel:
-    """One decoded entry, which is PTX's word for a kernel."""
+    """One decoded kernel (PTX calls a kernel an entry)."""
 
     name: str
     key: str  # a hash of the PTX module, the name and the decoder
@@ -35,15 +35,15 @@ class Kernel:
     constants: bytes
     register_bytes: int
     special: list[int]  # offsets of the registers in SPECIAL
-    shared_grain: int  # see executor/types.h
-    global_grain: int
+    shared_grain: int  # bytes of the smallest element of ld.shared and st.shared, at most 4
+    global_grain: int  # bytes of the smallest element of st.global, at most 4
     parameters: list[tuple[int, int]]  # offset, bytes
     parameter_bytes: int
     static_shared: int
     max_threads: int | None
     texts: list[str]  # the PTX instruction of every record
     lines: list[int]  # the PTX line of every record
-    sources: list[tuple[int, ...]]  # of every record, see Statement.source
+    sources: list[tuple[int, ...]]  # Statement.source of every record
     files: dict[int, str]
 
     @property
@@ -55,11 +55,11 @@ class Kernel:
         """Kernel, PTX line, source line and text of an instruction."""
         if pc >= len(self.texts):
             return self.title
-        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # up to 128 accumulators
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # long lists of registers
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
-        """File and line of an instruction's source; if that is an inlined function, also those of its call."""
+        """File and line of an instruction's source; for an inlined function also those of the call."""
         found = []
         for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
             path = self.files.get(file, "")
@@ -83,13 +83,13 @@ def demangled(name: str) -> str:
 
 
 def slot(size: int) -> int:
-    """Bytes of a register with `size` bytes in each of 32 lanes; 0: a predicate, one bit a lane. At least 64, since the
-    executor keeps one word of undefined lanes for every 64 bytes."""
+    """Bytes of a register of 32 lanes with `size` bytes each; size 0 is a predicate, one bit a lane. At least 64, since
+    the executor keeps a word of undefined lanes for every 64 bytes."""
     return max(32 * size, 64)
 
 
 def number(text: str, floating: int) -> int:
-    """The bits of a literal. `floating`: bytes of a float operand, to which a float literal is converted; else 0."""
+    """The bits of a literal. floating: bytes of the operand if it is a float, else 0; float literals are converted."""
     kind = text[:2]
     if kind in ("0f", "0F"):
         bits = int(text[2:], 16)
@@ -106,7 +106,7 @@ def number(text: str, floating: int) -> int:
 
 
 class Decoder:
-    """Turns the statements of one entry into records. `forms.FORMS` has a function for each kind of instruction."""
+    """Turns the statements of one kernel into records, with the functions in forms.FORMS, or forms.plain."""
 
     def __init__(self, entry: Entry, operations: dict[str, int]) -> None:
         self.entry, self.operations = entry, operations
@@ -115,7 +115,7 @@ class Decoder:
         self.operands: list[int] = []
         self.constants = bytearray()
         self._constants: dict[tuple[int, int], int] = {}
-        self._places: dict[str, tuple[int, int]] = {}  # register -> offset behind the constants, bytes of a lane
+        self._places: dict[str, tuple[int, int]] = {}  # register -> offset after the constants, bytes of a lane
         self._bytes = 0
         for name in SPECIAL:
             self._declare(name, 4)
@@ -126,7 +126,7 @@ class Decoder:
         return self._places[name][0]
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Offset and bytes a lane of a register; None if the name is not a register."""
+        """Offset and bytes of a lane of a register; None if the name is not a register."""
         name = self.statement.names.get(name, name)
         known = self._places.get(name)
         if known is None:
@@ -139,7 +139,7 @@ class Decoder:
         return known
 
     def constant(self, value: int, size: int) -> int:
-        """The operand of a value that is the same in every lane: ~offset, until `kernel` places the constants."""
+        """The operand of a value that is the same in every lane. It is ~offset; `kernel` replaces it by the offset."""
         value &= (1 << (8 * max(size, 4))) - 1
         key = value, slot(size)
         if key not in self._constants:
@@ -149,16 +149,13 @@ class Decoder:
         return self._constants[key]
 
     def operand(self, text: str, size: int, floating: bool = False) -> int:
-        """The operand of a register, literal or name. `_` (an unused result) gets a register that is never read."""
+        """The operand of a register, literal or name. `_`, an unused result, gets a register that is never read."""
         place = self.place(text)
         if place is not None:
             return place[0]
         if text == "_":
-            return (
-                self._places[f"sink {size}"][0]
-                if f"sink {size}" in self._places
-                else self._declare(f"sink {size}", size)
-            )
+            sink = self._places.get(f"sink {size}")
+            return sink[0] if sink else self._declare(f"sink {size}", size)
         shared = re.match(r"([\w$]+)(?:\+(\d+))?$", text)
         if shared and shared[1] in self.entry.shared:
             return self.constant(self.entry.shared[shared[1]] + int(shared[2] or 0), size)
@@ -174,12 +171,11 @@ class Decoder:
             raise self.unsupported(f"operand {text}") from None
 
     def width(self, text: str) -> int | None:
-        """Bytes of a register's lane; None for a constant."""
         place = self.place(text)
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """For an address [base + offset]: operand of the base (a register or a constant 0), offset, operand's bytes."""
+        """For an address [base + offset]: operand of the base (register or constant 0), offset, bytes of the base."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0
@@ -234,7 +230,7 @@ class Decoder:
         forms.get(parts[0], plain)(self, parts, split(rest.strip()))
 
     def kernel(self, starts: list[int]) -> Kernel:
-        """The kernel with final offsets: constants lie before the registers. starts: each statement's first record."""
+        """The kernel with final offsets; constants are before the registers. starts: each statement's first record."""
         entry, base = self.entry, -(-len(self.constants) // 64) * 64
         for row, origin in zip(self.rows, self.origins, strict=True):
             if isinstance(row["target"], str):
@@ -278,7 +274,7 @@ def decode(entry: Entry, operations: dict[str, int]) -> Kernel:
 
     decoder, starts = Decoder(entry, operations), []
     for statement in entry.statements:
-        starts.append(len(decoder.rows))  # index of its first record; a statement can become several
+        starts.append(len(decoder.rows))  # index of its first record; a statement can become several records
         decoder.add(statement, FORMS, plain)
     starts.append(len(decoder.rows))
     for index in unfenced(entry):

@@ -1,4 +1,4 @@
-"""Decodes each kind of instruction into records: the modifiers that matter, and the sizes of its operands."""
+"""Decodes instructions into records: the operation's name, and the sizes of the operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _floating(kind: str) -> bool:
 
 
 def plain(d: Decoder, parts: list[str], args: list[str]) -> None:
-    """An operation that computes every lane by itself; the last part of its opcode is the type."""
+    """An operation without its own function: it computes each lane alone, and the opcode's last part is the type."""
     base, kind = parts[0], parts[-1]
     if kind not in SIZES:
         raise d.unsupported()
@@ -68,7 +68,7 @@ def _cvta(d: Decoder, parts: list[str], args: list[str]) -> None:
     if parts[1] == "param":
         d.emit("cvta.param", [d.operand(each, 8) for each in args])
         return
-    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # a global address and its generic address are equal
+    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # the executor's global and generic addresses are equal
 
 
 def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
@@ -84,11 +84,11 @@ def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
             operands.append(d.operand(arg, size, _floating(kind)))
         elif width < size or kind[0] not in ("su" if index == 0 else "sub"):
             raise d.unsupported("widths")
-        elif index:  # a wider source register: only its lower bits count
+        elif index:  # a wider source register, of which only the lower bits are read
             narrow = d.temporary(size)
             d.emit(f"cvt.{kind}.u{8 * width}", [narrow, d.operand(arg, width)])
             operands.append(narrow)
-        else:  # a wider destination: the result is extended
+        else:  # a wider destination, to which the result is extended below
             narrow = d.temporary(size)
             operands.append(narrow)
     d.emit(name, operands)
@@ -243,7 +243,7 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
     if "proxy" not in parts:
-        d.emit("nop", [])  # no effect here: blocks run one after the other, and barriers order the warps of a block
+        d.emit("nop", [])  # no effect here: blocks run one after the other, and stores take effect at once
     elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
         d.emit("fence.proxy.async", [])
     else:
@@ -252,10 +252,6 @@ def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _trap(d: Decoder, parts: list[str], args: list[str]) -> None:
     d.emit("trap", [])
-
-
-def _dp4a(d: Decoder, parts: list[str], args: list[str]) -> None:
-    _all_words(d, parts, args)
 
 
 FORMS = {
@@ -274,7 +270,7 @@ FORMS = {
     "redux": _all_words,
     "match": _all_words,
     "activemask": _all_words,
-    "dp4a": _dp4a,
+    "dp4a": _all_words,
     "bfi": _all_words,
     "prmt": _all_words,
     "vote": _vote,

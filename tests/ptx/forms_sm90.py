@@ -74,17 +74,17 @@ def _stmatrix(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def unfenced(entry: Entry) -> set[int]:
-    """Indices of the wgmma statements that lack a wgmma.fence: on some path there is none since the start, or since the
-    last access to their accumulators.
+    """Indices of the wgmma statements that lack a wgmma.fence: some path to the wgmma has no fence after the start of
+    the kernel or after the last access to its accumulators.
 
-    Two wgmma on the same accumulators need no fence between them. Moves do not count as accesses: if a wgmma starts
-    from the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the copies.
+    Two wgmma on the same accumulators need no fence between them. Moves do not count as accesses: if a wgmma continues
+    the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the copies.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}
     if not accumulators:
         return set()
-    before: list[list[int]] = [[] for _ in range(len(texts) + 1)]  # statements that can run just before each
+    before: list[list[int]] = [[] for _ in range(len(texts) + 1)]  # by statement: those that can run just before it
     for i, statement in enumerate(entry.statements):
         branch = _BRANCH.match(statement.text)
         if branch:
@@ -95,7 +95,8 @@ def unfenced(entry: Entry) -> set[int]:
 
 
 def _reached(product: int, registers: str, texts: list[str], before: list[list[int]]) -> bool:
-    """Whether a search backwards from `product` meets, before a fence, the start or an access to its accumulators."""
+    """Whether a search backwards from the wgmma `product` meets the kernel's start or an access to the wgmma's
+    accumulators before it meets a fence."""
     names = set(split(registers))
     seen, pending = {product}, [product]
     while pending:

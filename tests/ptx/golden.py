@@ -1,4 +1,4 @@
-"""The golden table, tests/ptx_counters.json: limits of the counters of calls, for tests/test_ptx_counters.py.
+"""The table tests/ptx_counters.json: limits of the counters of calls, for tests/test_ptx_counters.py.
 
 After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """
@@ -52,7 +52,7 @@ def name(key: tuple[str, ...]) -> str:
 
 
 def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
-    """Name of a kernel -> sums of its counters over the launches of one call; None if the backend cannot run it."""
+    """Name of a kernel -> its COLUMNS, summed over the launches of one call; None if the backend cannot run it."""
     from moe_kernels.backends import BackendError
 
     op, shape, direction, backend, dtype = key
@@ -76,7 +76,7 @@ def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
 
 
 def compilers() -> dict[str, str]:
-    """Versions of the compilers; the table is valid only for the versions that made it."""
+    """Versions of the compilers. The table is valid only for the versions with which it was made."""
     import triton
 
     nvcc = toolkit.find().nvcc

@@ -1,4 +1,4 @@
-"""Calls the executor: decodes PTX text (cached on disk), and runs one launch on memory of this process."""
+"""Decodes PTX text (cached on disk), and runs one launch in the executor, on memory of this process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
-# In larger extents neither sectors nor conflicting stores are counted: rows far apart can span terabytes.
+# In larger extents neither sectors nor conflicting stores are tracked: the extent of rows far apart can be terabytes.
 MAX_COUNTED_BYTES = 2**30
-FINDINGS = 12  # errors of a launch that are described, at most
+FINDINGS = 12  # at most so many different errors of a launch are described
 
 
 class PtxError(AssertionError):
-    """A launch did something that is undefined on a GPU, or its result depends on the order of warps or lanes."""
+    """A launch did something that is undefined on a GPU, or that makes results depend on the order of execution."""
 
 
 @dataclass
 class Settings:
-    """seed: seed of the order of execution (0: fixed order); its upper 16 bits are the seed of the errors of .approx
-    (0: no errors). step_limit: most instructions of warps in a launch."""
+    """seed: of the order of execution (0: fixed order); its upper 16 bits also seed the errors of .approx instructions
+    (0: no errors). step_limit: most instructions in a launch, counted by warps."""
 
     seed: int = 0
     step_limit: int = 2_000_000_000
@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(build.executor()))
     loaded.ptx_operations.restype = ctypes.c_char_p
     sizes = tuple(loaded.ptx_size(k) for k in range(len(records.SIZES)))
-    assert sizes == records.SIZES, f"executor {sizes}, Python {records.SIZES}"
+    assert sizes == records.SIZES, f"sizes of structures: executor {sizes}, records.py {records.SIZES}"
     return loaded
 
 
@@ -63,7 +63,7 @@ def _decoder_digest() -> str:
 
 
 def kernel(text: str, name: str, keep: bool = True) -> Kernel:
-    """The decoded entry `name` of a module; with `keep` cached on disk."""
+    """The decoded kernel `name` of a PTX module; with `keep` it is cached on disk."""
     key = build.digest(_decoder_digest(), name, text)
     file = build.cache_folder() / "decoded" / f"{key}.pickle"
     if keep and file.exists():
@@ -82,7 +82,7 @@ def kernel(text: str, name: str, keep: bool = True) -> Kernel:
 
 @dataclass
 class Extent:
-    """Bytes that a kernel may access, and flags of the 32-byte sectors that it read and wrote."""
+    """Bytes that a kernel may access. read, written: for each of their 32-byte sectors 1 if it was accessed so."""
 
     start: int
     size: int
@@ -106,10 +106,10 @@ class Result:
     grid: tuple[int, ...]
     threads: int  # of a block
     shared: int  # bytes of a block
-    counters: np.ndarray  # one element for each record, and an unused last one
-    steps: int  # instructions of warps
-    blocks: int  # that ran
-    barriers: int  # arrivals of warps
+    counters: np.ndarray  # one element for each record (decoded instruction), and an unused last one
+    steps: int  # instructions, counted by warps
+    blocks: int  # number of blocks that ran
+    barriers: int  # arrivals of warps at barriers of the block
     errors: int
     findings: list[str]  # descriptions of the first FINDINGS different errors
     extents: list[Extent]
@@ -133,7 +133,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _sectors(array: np.ndarray) -> int | None:
-    """Address of the flags of sectors; None if sectors are not counted."""
+    """Address of an Extent's flags; None if it has none, as it is too large."""
     return _address(array) if array.size else None
 
 
@@ -166,8 +166,9 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch. shared: bytes of a block, static and dynamic. Raises no errors: the result holds them."""
-    assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
+    """Executes one launch; `check` raises the errors in its result. shared: bytes of a block, static and dynamic."""
+    least = kernel.parameter_bytes
+    assert len(parameters) >= least, f"{kernel.name}: expected {least} bytes of parameters, got {len(parameters)}"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()
     ranges = (records.Range * max(len(extents), 1))(

@@ -1,21 +1,19 @@
-"""Edits of PTX that insert a defect: functions from text to text, for session.planted."""
+"""Edits that insert a defect into PTX: functions from text to text, for session.planted."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from .machine import Result
+from .session import Edit
 
-Edit = Callable[[str], str]
 
-
-def replaced(pattern: str, by: str, *, count: int = 0) -> Edit:
-    """Replaces every match of the pattern, or the first `count`; fails if there is none."""
+def replaced(pattern: str, by: str) -> Edit:
+    """Replaces every match of the pattern; fails if there is none."""
 
     def edit(text: str) -> str:
-        edited, n = re.subn(pattern, by, text, count=count)
-        assert n, f"nothing to plant: {pattern}"
+        edited, n = re.subn(pattern, by, text)
+        assert n, f"no match of {pattern}"
         return edited
 
     return edit
@@ -27,14 +25,14 @@ def on_line(line: int, pattern: str, by: str) -> Edit:
     def edit(text: str) -> str:
         lines = text.split("\n")
         lines[line - 1], n = re.subn(pattern, by, lines[line - 1])
-        assert n, f"nothing to plant on line {line}: {lines[line - 1]}"
+        assert n, f"no match of {pattern} on line {line}: {lines[line - 1]}"
         return "\n".join(lines)
 
     return edit
 
 
 def executed(result: Result, pattern: str) -> list[int]:
-    """PTX lines of executed instructions that match the pattern."""
+    """Numbers of the PTX lines with executed instructions that match the pattern."""
     found = {
         result.kernel.lines[pc]
         for pc, text in enumerate(result.kernel.texts)

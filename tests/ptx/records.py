@@ -1,4 +1,4 @@
-"""Layouts of the structures that Python and the executor share (executor/types.h)."""
+"""Layouts of the structures in executor/types.h, which Python and the executor share."""
 
 from __future__ import annotations
 

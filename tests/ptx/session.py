@@ -1,4 +1,4 @@
-"""State of this process: settings of its launches, an edit that inserts a defect into their PTX, kernels that ran."""
+"""Launches of this process: their settings, an edit that inserts a defect into their PTX, and the kernels that ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Edit = Callable[[str], str]
 
 @dataclass
 class Ran:
-    """A specialisation of a kernel, with its counters summed over its launches."""
+    """A kernel (one specialisation), with its counters summed over its launches."""
 
     kernel: Kernel
     backend: str
@@ -48,7 +48,7 @@ def launch(
     parameters: bytes,
     memory: list[Extent],
 ) -> Result:
-    """Runs a launch, adds its counters and raises its errors."""
+    """Runs a launch, adds its counters to the session and raises its errors as a PtxError."""
     result = machine.run(kernel, grid, block, shared, parameters, memory, session.settings)
     session.launches += 1
     session.steps += result.steps
@@ -68,8 +68,8 @@ def launch(
 
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
-    """Inside the block, `value` seeds the order of blocks, of warps and of a warp's stores to one address. `errors`
-    (default: `value`) seeds the errors of .approx instructions; it changes the order too."""
+    """Inside the block, `value` (below 2^16) seeds the order of blocks, of warps and of the lanes of a store or atomic.
+    `errors` (default: `value`) seeds the errors of .approx instructions; the order depends on it too."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:
@@ -80,7 +80,7 @@ def seed(value: int, errors: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Result]]:
-    """Yields a list, to which every launch inside the block adds its result."""
+    """Yields a list to which every launch inside the block appends its result."""
     found: list[Result] = []
     session.listeners.append(found.append)
     try:

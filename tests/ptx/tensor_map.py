@@ -1,4 +1,4 @@
-"""Tensor maps for bulk copies, in place of cuTensorMapEncodeTiled's; executor/bulk.cpp reads this layout."""
+"""Tensor maps for bulk copies, not in the layout of cuTensorMapEncodeTiled but in one that executor/bulk.cpp reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 
 _MAGIC = 0x50414D524F534E54  # the bytes "TNSORMAP", by which bulk.cpp recognises a map
-_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row of the box, which are swizzled together
+_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row of the box
 BYTES = 128
 
 
@@ -22,8 +22,9 @@ def encode(
     steps = [element * stride for stride in strides[:-1]]
     if address % 16 or strides[-1] != 1 or any(step % 16 or step <= 0 for step in steps) or max(box) > 256:
         raise ValueError(
-            "encode: expected an address and strides in multiples of 16 bytes, a contiguous last dimension, "
-            f"box sizes up to 256; got address {address:x}, strides {list(strides)}, box {list(box)}"
+            "encode: expected an address and positive strides in multiples of 16 bytes, a contiguous last dimension, "
+            f"box sizes up to 256; got address {address:#x}, strides of {steps} bytes, the last one of {strides[-1]} "
+            f"elements, box {list(box)}"
         )
     rank = len(sizes)
 

@@ -1,4 +1,4 @@
-"""Parses PTX text into entries (kernels): their declarations, and their instructions with line numbers."""
+"""Parses PTX text into entries (PTX's word for kernels): declarations, and instructions with line numbers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import bisect
 import re
 from dataclasses import dataclass, field
 
-SIZES = {"pred": 0}  # type -> bytes of a lane; a predicate has one bit
+SIZES = {"pred": 0}  # type -> bytes of a lane; 0 for a predicate, which has one bit
 for _bits in (8, 16, 32, 64):
     SIZES |= {f"{_letter}{_bits}": _bits // 8 for _letter in "bus"}
 SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4}
 
 
 class Unsupported(Exception):
-    """The executor does not support this instruction."""
+    """The executor does not support this instruction or declaration."""
 
 
 @dataclass
 class Statement:
     text: str
     line: int  # in the PTX
-    source: tuple[int, ...]  # by .loc: number of the file, line; in an inlined function then those of its call
-    names: dict[str, str]  # registers of inner scopes: name -> unique name
-    scopes: tuple[int, ...] = ()  # numbers of the inner scopes that it lies in
+    source: tuple[int, ...]  # of the last .loc: number of the file, line; for an inlined function also of the call
+    names: dict[str, str]  # registers that an inner scope declares: name -> unique name
+    scopes: tuple[int, ...] = ()  # numbers of the inner scopes around it, the outermost first
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Entry:
     max_threads: int | None = None
 
     def target(self, statement: Statement, label: str) -> int:
-        """Index of a branch's destination. Inline assembly repeats labels: the one in the innermost scope is meant."""
+        """Index of a branch's destination. Of equal labels, which inline assembly has, the innermost scope's counts."""
         inner = (f"{label}@{scope}" for scope in reversed(statement.scopes))
         return self.labels[next((name for name in inner if name in self.labels), label)]
 
@@ -58,7 +58,7 @@ _TOKEN = re.compile(
 
 
 def split(text: str) -> list[str]:
-    """Operands, with {a, b} and [a, b] kept whole."""
+    """The operands in `text`; {a, b} and [a, b] are one operand."""
     if "{" not in text and "[" not in text and "(" not in text:
         return [each.strip() for each in text.split(",")] if text else []
     found, depth, start = [], 0, 0
@@ -80,7 +80,7 @@ def without_comments(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """The text without the parts that do not change machine code: comments, source lines, hashes of paths in names."""
+    """The text without what does not change machine code: comments, debug information, hashes of paths in names."""
     text = without_comments(text.split("\t.section\t.debug")[0])
     text = re.sub(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}", r"\1\2", text)
     debug = re.compile(r"\s*(\.loc\b|\.file\b|\$L__(tmp|func_begin|func_end|info_string)\w*:|$)")
@@ -119,20 +119,20 @@ def parse(text: str, only: str | None = None) -> list[Entry]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Position behind the brace that closes the one just before `start`."""
+    """Position after the brace that closes the one just before `start`."""
     depth = 1
     for m in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if m[0] == "{" else -1
         if not depth:
             return m.end()
-    raise Unsupported("a brace without its closing one")
+    raise Unsupported("an opening brace has no closing brace")
 
 
 def _parameters(entry: Entry, text: str) -> None:
     for each in split(text):
         m = _PARAMETER.match(each)
         if not m:
-            raise Unsupported(f"{entry.name}: parameter {each}")
+            raise Unsupported(f"{entry.name}: the parameter {each} is not supported")
         size = SIZES[m[2]] * int(m[4] or 1)
         align = max(int(m[1] or 1), SIZES[m[2]])
         entry.parameter_bytes = -(-entry.parameter_bytes // align) * align
@@ -159,10 +159,10 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
             elif ".shared" in statement:
                 s = _SHARED.search(statement)
                 if s is None:
-                    raise Unsupported(f"{entry.name}: {statement}")
+                    raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
                 _reserve(entry, s[2], int(s[1]), int(s[3] or 0))
             else:
-                raise Unsupported(f"{entry.name}: {statement}")
+                raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
         elif kind == "label":
             label = f"{m['label']}@{numbers[-1]}" if numbers else m["label"]
             entry.labels[label] = len(entry.statements)
@@ -182,7 +182,7 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
 def _registers(entry: Entry, text: str, scopes: list[dict[str, str]]) -> None:
     m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
     if not m or m[1] not in SIZES:
-        raise Unsupported(f"{entry.name}: {text}")
+        raise Unsupported(f"{entry.name}: the declaration {text} is not supported")
     for name in m[2].split(","):
         name = name.strip()
         if "<" in name:
@@ -201,7 +201,7 @@ def _reserve(entry: Entry, name: str, align: int, size: int) -> None:
 
 
 def _place(entry: Entry, body: str, outside: dict[str, tuple[int, int]]) -> None:
-    """Gives offsets to those shared variables of the module that the body uses; dynamic ones (size 0) come last."""
+    """Gives offsets to the module's shared variables that the body uses; dynamic ones, of size 0, come last."""
     used = [name for name in outside if name not in entry.shared and re.search(rf"{re.escape(name)}(?![\w$])", body)]
     for name in sorted(used, key=lambda name: not outside[name][1]):
         _reserve(entry, name, *outside[name])

@@ -1,7 +1,7 @@
-"""Triton without a GPU: Triton itself specialises and compiles the kernels for sm_80 (inside capability(90) for sm_90),
-and the executor runs their PTX.
+"""Triton without a GPU: Triton compiles the kernels for sm_80, or inside capability(90) for sm_90, and the executor
+runs their PTX.
 
-Triton's own JITFunction.run does everything up to the launch. It uses `Driver` below, and its compiler stops at PTX.
+Triton's JITFunction.run does everything up to the launch, with `Driver` below. Compilations stop at PTX.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-# An A100, but with the shared memory of sm_86: the least of all GPUs that run sm_80 code. And an H100.
+# 80: an A100, but with the 99 KB of sm_86, the least shared memory of the GPUs that run sm_80 code. 90: an H100.
 GPUS = {80: Gpu(80, 99 * 1024, 108), 90: Gpu(90, 227 * 1024, 132)}
 _gpu = GPUS[80]
 
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which would return 80
-    for CPU tensors."""
+    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which returns 80 for CPU
+    tensors."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
@@ -52,7 +52,7 @@ def capability(which: int) -> Iterator[None]:
 
 
 class Launcher:
-    """Runs the launches of one compiled kernel: Triton creates one for each kernel and calls it for each launch."""
+    """Runs the launches of one compiled kernel. Triton creates one Launcher for each kernel and calls it to launch."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.source, self.metadata = src, metadata
@@ -72,8 +72,9 @@ class Launcher:
         if x * y * z:
             threads = (32 * self.metadata.num_warps,)
             kernel = self.kernel(function)
-            parameters = bytearray(kernel.parameter_bytes)  # the last two parameters are scratch pointers, unused
-            assert len(packed) <= len(kernel.parameters), kernel.name
+            parameters = bytearray(kernel.parameter_bytes)  # the last two are pointers to scratch that no kernel uses
+            message = f"{kernel.name}: {len(packed)} arguments for {len(kernel.parameters)} parameters"
+            assert len(packed) <= len(kernel.parameters), message
             for (offset, size), value in zip(kernel.parameters, packed, strict=False):
                 assert len(value) == size, f"{kernel.name}: {len(value)} bytes for a parameter of {size}"
                 parameters[offset : offset + size] = value
@@ -86,7 +87,7 @@ class Launcher:
             value = value.data_ptr()
         form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
         if not form:
-            raise TypeError(f"{self.metadata.name}: a parameter of type {kind}")
+            raise TypeError(f"{self.metadata.name}: expected parameters of type {', '.join(_FORMS)} or *; got {kind}")
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
@@ -98,7 +99,7 @@ _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
 
 def _descriptor(tensor: Any, compiled: dict[str, Any]) -> list[bytes]:
-    """The parameters that pass a TensorDescriptor: the map with the box that the compiler chose, sizes, strides."""
+    """The parameters of a TensorDescriptor: a tensor map with the box that the compiler chose, sizes, strides."""
     assert tensor.padding == "zero"
     assert not compiled["is_im2col"]
     address, box = tensor.base.data_ptr(), compiled["block_size"]
@@ -114,7 +115,7 @@ def decoded(text: str, keep: bool = True) -> Kernel:
 
 
 class Utilities:
-    """Loads "binaries", which are PTX, and returns the limits of the GPU."""
+    """Replaces Triton's functions of the CUDA driver. A kernel's binary is here its PTX."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, str, int, int, int]:
         return 1, kernel.decode(), 0, 0, 1024  # module, function, registers, spills, most threads of a block
@@ -144,7 +145,8 @@ class Driver:
 
 
 def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
-    """Hook of Triton: without arguments returns parts of the cache's key, else replaces the last compilation stage."""
+    """Hook of Triton. Without arguments it returns parts of the cache's key, else it replaces the last stage of a
+    compilation, which would make machine code."""
     if not arguments:
         return "PTX is the binary", "PTX is the binary"
     _, stages, *_ = arguments
@@ -153,7 +155,7 @@ def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
 
 
 def _locked_compile(compile: Any) -> Any:
-    """Locks a compilation between processes: one process compiles the kernel, the others then find it in the cache."""
+    """Wraps `compile` in a file lock, so that one process compiles a kernel and the others find it in the cache."""
 
     def locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         key = build.digest(source.hash(), target, sorted((options or {}).items(), key=str))
@@ -165,11 +167,11 @@ def _locked_compile(compile: Any) -> Any:
 
 @functools.cache
 def share_compilations() -> None:
-    """From here on compilations of this process stop at PTX, and no process repeats those of another."""
+    """From here on compilations of this process stop at PTX, and processes share the compiled kernels."""
     import triton
     import triton.compiler
 
-    # Not the user's cache, since its kernels are machine code.
+    # A cache of its own, since the kernels in the user's cache are machine code.
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
     triton.compiler.compile = _locked_compile(triton.compiler.compile)
@@ -183,8 +185,8 @@ def install() -> None:
 
     import moe_kernels.backends.triton as kernels
 
-    # Overrides TRITON_INTERPRET, which tests set for other processes. Kernels are decorated at an operation's first
-    # call, and a compiled kernel cannot call an interpreted one.
+    # Overrides TRITON_INTERPRET, which tests set for other processes. Triton reads it when a function is decorated, and
+    # a compiled kernel cannot call an interpreted function.
     triton.knobs.runtime.interpret = False
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

@@ -1,8 +1,8 @@
-"""Runs checks on several ranks of one machine (gloo). Ranks are forks of a process that has imported torch.
+"""Runs checks on several ranks (processes) of one machine, with gloo.
 
-`Ranks` starts that process, `python -m tests.ranks`, once. It has no threads and runs nothing else, so that a fork is
-safe and takes 0.1 s. It reads lines "module check ranks arguments" and prints the errors of the ranks that failed.
-Ranks are reused until a check fails, but for those of command.py.
+`Ranks` starts `python -m tests.ranks`. This process imports torch and then only forks the ranks, with one thread: so a
+fork is safe, and it takes 0.1 s. It reads lines "module check ranks arguments" and prints the errors of the ranks that
+failed, by rank, as JSON. Ranks run one check after another until one fails; each check of command.py gets new ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ranks:
         )
 
     def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
-        """Raises AssertionError with the tracebacks of failed ranks. arguments: of the check, which gets strings."""
+        """Raises AssertionError with the tracebacks of failed ranks. The check gets str(arguments), without spaces."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")

@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-# Imported before the fork, so that ranks do not import them again.
+# The checks need these modules. Imported here, they are loaded once and not by every rank.
 import scipy.optimize  # noqa: F401
 import torch
 import torch._functorch.aot_autograd
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.ranks import command, exact, layers, refusals, traffic, training, wrapped
 
-LIMIT = 200  # seconds for a check; half of it is the timeout of a collective
+LIMIT = 200  # seconds for a check
 MODULES = {
     each.__name__.rpartition(".")[2]: each for each in (command, exact, layers, refusals, traffic, training, wrapped)
 }
@@ -30,8 +30,8 @@ FORK = multiprocessing.get_context("fork")
 class Group:
     """`size` ranks, which run checks.
 
-    distributed: the ranks share a process group and run one check after another until one fails. If False, they run one
-    check, which makes the process group itself, as under torchrun.
+    distributed: if True, the ranks share a process group and run one check after another until one fails; else they run
+    one check, which makes the process group itself, as under torchrun.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:
@@ -47,21 +47,19 @@ class Group:
             self.processes.append(process)
 
     def run(self, module: str, check: str, arguments: list[str]) -> dict[int, str]:
-        """Runs a check; returns the errors by rank."""
+        """Runs a check; returns the errors of the ranks that failed."""
         for pipe in self.pipes:
             pipe.send((module, check, arguments))
         rank_of = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        errors, until = (
-            dict.fromkeys(rank_of.values(), f"ended without a result, or took over {LIMIT} s"),
-            time.monotonic() + LIMIT,
-        )
+        errors = dict.fromkeys(rank_of.values(), f"gave no result within {LIMIT} s")
+        until = time.monotonic() + LIMIT
         while rank_of and (ready := wait(list(rank_of), max(0, until - time.monotonic()))):
             for pipe in ready:
                 rank = rank_of.pop(pipe)  # type: ignore[call-overload]
                 try:
                     errors[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    continue
+                    errors[rank] = "ended without a result"
         return {rank: error for rank, error in errors.items() if error}
 
     def end(self) -> None:
@@ -72,7 +70,7 @@ class Group:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
-    """One rank. It ends after an error, so that the others' collectives fail."""
+    """Runs checks as one rank, until one fails. Then the process ends, so that the other ranks' collectives fail."""
     if store is None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     error = ""
@@ -80,7 +78,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
         module, check, arguments = pipe.recv()
         try:
             if store is not None and not dist.is_initialized():
-                limit = datetime.timedelta(seconds=LIMIT / 2)
+                limit = datetime.timedelta(seconds=LIMIT / 2)  # for a collective
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=limit
                 )
@@ -96,7 +94,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
-    gc.freeze()  # a collection would copy pages that ranks share
+    gc.freeze()  # garbage collection would write to pages that the ranks share, and so copy them
     groups: dict[int, Group] = {}
     for line in sys.stdin:
         module, check, ranks, *arguments = line.split()
@@ -111,7 +109,7 @@ def main() -> None:
         print(json.dumps(errors), flush=True)
     for group in groups.values():
         group.end()
-    os._exit(0)  # skips messages of libraries at exit
+    os._exit(0)  # libraries would print messages at a normal exit
 
 
 main()

@@ -1,4 +1,4 @@
-"""The training command on ranks, as under torchrun. Each check gets a free port and new ranks."""
+"""The command `moe_kernels train` on ranks, as under torchrun. Each check gets a free TCP port and new ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SMALL = {
 }
 SMALL_SETS = {"corners": images, "tastes": ratings}
 
-# Options of runs without noise, and without losses that depend on the division into batches.
+# Runs with these options differ only by rounding between one process and several ranks.
 PLAIN = ["--sides", "compete", "--depth", "1", "--steps", "6", "--every", "2", "--model-dropout", "0"]
 
 
 def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
-    """The status of `train`, and this rank's output and error messages."""
+    """Runs the command; returns its exit status, its output and its error messages on this rank."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     train.load = lambda name: SMALL_SETS[name]() if name in SMALL_SETS else load(name)
     train.picture = lambda *given: False  # matplotlib takes longer than the rest of the run
@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """n ranks take the same steps as one process, for every side; only rank 0 prints."""
+    """All ranks together take the steps of one process, as --check-steps compares; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -76,13 +76,12 @@ def stops(port: str, out: str, data: str) -> None:
 
 
 def whole(port: str, out: str, data: str) -> None:
-    """A run of one process without interruption."""
     status, _, errors = _command(port, "competesmoe", "--data", data, "--out", out, "--check-steps", 0, *PLAIN)
     assert status == 0, errors
 
 
 def goes_on(port: str, out: str, data: str, whole: str) -> None:
-    """Resumes from the checkpoint of 2 ranks; up to rounding, the rows equal those of the run in `whole`."""
+    """Resumes from a checkpoint of 2 ranks; the values in result.json equal those in folder `whole` up to rounding."""
     size = os.environ["WORLD_SIZE"]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
     status, _, errors = _command(port, "competesmoe", "--data", data, "--check-steps", 0, *PLAIN, *resumed)
@@ -96,13 +95,13 @@ def goes_on(port: str, out: str, data: str, whole: str) -> None:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, least = (each["runs"][0]["flops"] for each in (found, expected))
-    # With several ranks, combine is also counted on the rank that owns the expert.
+    # On several ranks the owner of an expert runs one more combine, and its operations count too.
     assert least <= flops <= 1.01 * least, (flops, least)
     torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 
 
 def hangs(port: str, data: str, ended: str) -> None:
-    """Rank 1 hangs; rank 0 ends after its time limit, then rank 1 too."""
+    """Rank 1 hangs until rank 0 has ended by its time limit of 2 s; then rank 1 ends too, both with status 3."""
     started = time.monotonic()
 
     def wait(*given: Any) -> None:
@@ -121,7 +120,7 @@ def hangs(port: str, data: str, ended: str) -> None:
 
 
 def missing(port: str, data: str) -> None:
-    """Rank 1 does not start."""
+    """If rank 1 does not start, rank 0 ends with status 3."""
     if os.environ["RANK"] == "1":
         return
     words = ["--data", data, *["--expert-parallel", "2", "--rank-timeout", "2"], *PLAIN]
@@ -131,7 +130,7 @@ def missing(port: str, data: str) -> None:
 
 
 def refused(port: str, data: str) -> None:
-    """A wrong number of ranks or experts, no --expert-parallel, or no torchrun gives status 2 and the reason."""
+    """A wrong --expert-parallel or number of experts, no --expert-parallel, or no torchrun: status 2 and the reason."""
     words = ["--data", data, *PLAIN]
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
     assert status == 2
@@ -149,7 +148,7 @@ def refused(port: str, data: str) -> None:
 
 
 def tutorial(port: str, page: str, folder: str) -> None:
-    """Runs the code of docs/tutorials/expert_parallel.md as under torchrun."""
+    """Runs the Python code of a tutorial (the file `page`) as under torchrun; rank 0 prints three losses."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.chdir(folder)
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL))

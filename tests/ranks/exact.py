@@ -1,4 +1,4 @@
-"""n ranks, each with a part of the tokens, give the same bits as one process with all tokens."""
+"""n ranks, each with a part of the tokens, compared bit for bit with one process that has all tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T, D, H, E = 48, 12, 20, 8
 
 
 class Model(nn.Module):
-    """h + layer(h), h = linear(x): the backward pass goes on below the experts."""
+    """scale * (h + layer(h)) with h = linear(x), so that gradients flow on to a layer below the experts."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.first, self.layer = nn.Linear(D, D), layer
-        self.scale = nn.Parameter(torch.ones(1))  # with fully_shard one rank alone holds its element
+        self.scale = nn.Parameter(torch.ones(1))  # fully_shard gives its one element to one rank
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         h = self.first(x)
@@ -48,7 +48,7 @@ def tokens(total: int = T) -> Tensor:
 
 
 def unfused(experts: Experts) -> None:
-    """Replaces the fused kernel of the experts, which adds in another order."""
+    """Makes the experts run unfused, as expert-parallel ones do: the fused kernel adds in another order."""
     experts.forward = lambda x, plan, weights: Experts.forward(experts, x, plan, weights)
 
 
@@ -61,7 +61,7 @@ def mean_square(y: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """y, dx and the gradients of parameters by name."""
+    """y, dx and the parameters' gradients by name."""
     x = x.clone().requires_grad_()
     y = model(x)
     mean_square(y).backward()
@@ -69,15 +69,13 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Te
     return y.detach(), x.grad, found
 
 
-def agree(
-    make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None, total: int = T
-) -> None:
-    """y, dx and the experts' gradients are bitwise equal; other gradients, averaged, are equal up to rounding.
+def agree(make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None) -> None:
+    """y, dx and the experts' gradients equal those of one process bit for bit; other gradients up to rounding.
 
-    The loss is the mean over tokens of |y|^2; each rank computes the mean over its own tokens, so its dx is `ranks`
+    The loss is the mean over tokens of |y|^2. Each rank computes the mean over its own tokens, so its dx is `ranks`
     times that of one process.
     """
-    mesh, x = mesh_of_all(), tokens(total)
+    mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     model = Model(make(one_policy))
@@ -118,11 +116,11 @@ def _one_layer(policy: object) -> mnn.MoE:
     return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
 
 
-# name -> arguments of `agree`. A fourth one is the capacity of ExpertParallel: that of the policy, which drops what
-# exceeds it, or the number of a rank's tokens.
+# Arguments of `agree` by name. The fourth one, if given, is the capacity of ExpertParallel. "capacity" passes that of
+# its policy; "room" passes the number of a rank's tokens, the most rows that a rank can send to an expert.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
-    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),  # no groups
+    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),
     "one_choice": lambda: (mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice()),
     "priority": lambda: (mlp(), *(mnn.TokenChoice(1.0, priority="max", group=each) for each in (group(), None))),
     "capacity": lambda: (mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), -(-group() * 10 // 32)),
@@ -137,7 +135,7 @@ def case(name: str) -> None:
 
 
 def global_choice() -> None:
-    """Expert choice, priority routing and a capacity over the tokens of all ranks; counts are over all ranks too."""
+    """GlobalPolicy routes the tokens of all ranks together; `requested` and `dropped` count all of them."""
     mesh = mesh_of_all()["ep"]
     for policy, gate in (
         (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
@@ -149,7 +147,7 @@ def global_choice() -> None:
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
         )
-        x = tokens(T)
+        x = tokens()
         one, _ = policy(gate(x), True)
         plan, _ = GlobalPolicy(policy, mesh)(gate(x.chunk(mesh.size())[dist.get_rank()]), True)
         assert torch.equal(plan.requested, one.requested)
@@ -157,7 +155,7 @@ def global_choice() -> None:
 
 
 def random_shapes() -> None:
-    """Experts alone, with random sizes and policies; also compares the gradients of the gate weights."""
+    """Experts without a gate, with random sizes and policies; also the gradients of the gate weights are equal."""
     generator, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
     mesh = mesh_of_all()["ep"]
     policies = {
@@ -168,12 +166,9 @@ def random_shapes() -> None:
         "expert choice": partial(mnn.ExpertChoice, 2.0),
     }
     for case in range(20):
-        dim, hidden, count = (
-            generator.choice([4, 7, 33, 128]),
-            generator.choice([5, 16, 72]),
-            generator.choice([4, 8, 32]),
-        )
-        own, k, kind = generator.choice([1, 3, 40]), generator.choice([1, 2, 4]), generator.choice(list(policies))
+        sizes = [4, 7, 33, 128], [5, 16, 72], [4, 8, 32], [1, 3, 40], [1, 2, 4]
+        dim, hidden, count, own, k = map(generator.choice, sizes)
+        kind = generator.choice(list(policies))
         torch.manual_seed(case)
         one = mnn.ExpertMLP(count, dim, hidden, activation=generator.choice(["gelu", "relu", "swiglu"]))
         sharded = copy.deepcopy(one)
@@ -196,7 +191,7 @@ def random_shapes() -> None:
 def _results(
     experts: Experts, policy: Any, gate: mnn.GateOutput, x: Tensor, grad: Tensor, part: slice
 ) -> dict[str, Tensor]:
-    """Output and gradients for a part of the tokens, by name."""
+    """By name: the output for the tokens `part`, and the gradients of x, the gate weights and the parameters."""
     x, weights = (each[part].clone().requires_grad_() for each in (x, gate.weights))
     plan, kept = policy(mnn.GateOutput(weights, gate.experts[part], gate.num_experts, gate.dense), True)
     y = experts(x, plan, kept)

@@ -1,6 +1,6 @@
-"""Every layer of the package on ranks against one process; checkpointing, autocast and torch.compile around a layer.
+"""Layers with experts on several ranks, compared with one process; also under checkpoint, autocast and torch.compile.
 
-Values are equal up to rounding: some gradients are summed in another order than in one process.
+Values are equal up to rounding, as some gradients are summed in another order than in one process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ def same(
     *,
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     capacity: int | None = None,
-    tolerance: float = 1e-5,
 ) -> tuple[nn.Module, nn.Module]:
-    """Checks outputs, dx and averaged gradients against one process with all tokens; returns both models."""
+    """Compares outputs, dx and averaged gradients with one process that has all tokens; returns both models."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    one, model = (copy.deepcopy(Model(layer)) for _ in range(2))
-    model.first.load_state_dict(one.first.state_dict())
+    one = copy.deepcopy(Model(layer))
+    model = copy.deepcopy(one)
     parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel(capacity)})
     results = []
     for each, part in ((one, slice(None)), (model, slice(rank * T // ranks, (rank + 1) * T // ranks))):
@@ -43,7 +42,7 @@ def same(
         mean_square(y).backward()
         results.append((y.detach(), given.grad))
     (y, dx), (y_own, dx_own) = results
-    close = {"rtol": tolerance, "atol": tolerance}
+    close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(y_own, y.chunk(ranks)[rank], **close)
     torch.testing.assert_close(dx_own / ranks, dx.chunk(ranks)[rank], **close)
     for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
@@ -76,7 +75,7 @@ def several_gates() -> None:
 
 
 def local_search() -> None:
-    """The permutation, soft in training and hard in evaluation, is the same on all ranks."""
+    """In training (soft permutation) and evaluation (hard one); the hard permutation is the same on all ranks."""
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()
@@ -87,7 +86,7 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """In a competition ranks send tokens, and receive the norms of all experts' outputs."""
+    """In a competition a rank sends its tokens and receives the norms of all experts' outputs for them."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
@@ -100,7 +99,7 @@ def competition() -> None:
 
 
 def norms_of_uneven_batches() -> None:
-    """Ranks have different numbers of tokens, one has none."""
+    """Ranks have different numbers of tokens; rank 0 has none."""
     mlps = experts(activation="relu")
     x = tokens()
     expected = mlps.norms(x)
@@ -117,7 +116,7 @@ def ensemble() -> None:
 
 
 def thor() -> None:
-    """In training each rank draws one expert a batch; with equal seeds that expert gets the rows of all ranks."""
+    """In training each rank draws one expert for its batch; with equal seeds all ranks draw the same expert."""
     same(mnn.MoE(mnn.RandomGate(E), experts()))
 
 
@@ -131,8 +130,6 @@ def pass_through() -> None:
 
 
 def activation_checkpointing() -> None:
-    """The recomputed forward pass sends the same rows."""
-
     def prepare(model: nn.Module) -> None:
         inner = model.layer.forward
         model.layer.forward = lambda *given: checkpoint(inner, *given, use_reentrant=False)
@@ -142,7 +139,7 @@ def activation_checkpointing() -> None:
 
 
 def checkpointed_ties() -> None:
-    """With equal logits the recomputed choice is the same."""
+    """All logits are equal; the recomputed forward pass chooses the same experts."""
     layer = mlp()(mnn.TokenChoice(1.0))
     torch.nn.init.zeros_(layer.gate.linear.weight)
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -157,7 +154,7 @@ def checkpointed_ties() -> None:
 
 
 def autocast() -> None:
-    """Rows are sent in bfloat16; parameters and their gradients stay float32."""
+    """The output is bfloat16; the gradients of the experts' parameters stay float32."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = mlp()(mnn.TokenChoice(group=T // ranks))
@@ -175,7 +172,7 @@ def autocast() -> None:
 
 
 def uneven_batches() -> None:
-    """Ranks have different numbers of tokens, one has none; the loss is a sum."""
+    """Ranks have different numbers of tokens; rank 0 has none. The loss is a sum over tokens."""
     x, rank, ranks = tokens(), dist.get_rank(), dist.get_world_size()
     ends = [0, 0, 17, 30, T][: ranks + 1]
     layer = mlp()(None)
@@ -192,7 +189,7 @@ def uneven_batches() -> None:
 
 
 def dropout() -> None:
-    """Dropout runs after combine on the token's rank, so random numbers do not depend on the rows that a rank gets."""
+    """Dropout runs after combine, on the rank of the token: its random numbers do not depend on received rows."""
     for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
         model = copy.deepcopy(layer)
         parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -204,14 +201,13 @@ def dropout() -> None:
 
 
 def frozen_experts() -> None:
-    """Gradients reach x and the gate if the experts are frozen."""
     layer = mlp()(None)
     layer.experts.requires_grad_(False)
     same(layer)
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group each rank has the loss of all tokens, and `ranks` times its gradient, as DDP averages them."""
+    """With reduce=group each rank computes the loss of all tokens, and `ranks` times its gradient, as DDP averages."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
@@ -241,11 +237,11 @@ def balance_over_ranks() -> None:
 
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
-    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch's inductor
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch._inductor
 
 
 def compiled_around_the_exchange() -> None:
-    """Without a static capacity the graph breaks once, at the exchange."""
+    """Without a static capacity the graph breaks once, at the exchange of rows."""
     from torch._dynamo.utils import counters
 
     _compiled(None, "eager")

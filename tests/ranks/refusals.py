@@ -1,4 +1,4 @@
-"""Wrong use raises an error with the name of the function, on every rank and before anything is sent."""
+"""Wrong use raises an error with the name of the function, on every rank."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def static_splits() -> None:
 
 
 def unsharded_methods() -> None:
-    """`norms` of fully sharded experts needs register_fsdp_forward_method."""
+    """A direct call of `norms` needs register_fsdp_forward_method if fully_shard was applied to the experts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
     experts, x = mnn.ExpertMLP(E, D, H, activation="relu"), tokens()
     expected = experts.norms(x)

@@ -1,4 +1,4 @@
-"""The collectives send the bytes that bench.exchange_model predicts."""
+"""The collectives of a layer on several ranks send the bytes that bench.exchange_model predicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uneven() -> None:
 
 
 def static() -> None:
-    """Equal splits: every place of the capacity is sent, used or not."""
+    """With a static capacity every place for a row is sent, also an empty one."""
     ranks, places = dist.get_world_size(), 2 * group()
     x = tokens().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
     layer = mlp()(None)
@@ -60,7 +60,7 @@ def norms() -> None:
 
 
 def contenders() -> None:
-    """The contenders of the bench give equal results and send the predicted bytes."""
+    """The implementations of bench.exchange give equal results and send the bytes that are predicted for them."""
     size = exchange.Size(tokens=64, dim=16, hidden=16, experts=4)
     lines = exchange.measure(size, 0.05, peers=False)
     assert [line.contender for line in lines][::2] == ["ExpertParallel", "DTensor: gather tokens, scatter sums"]

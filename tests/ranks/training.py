@@ -1,4 +1,4 @@
-"""Training on ranks against one process: steps of AdamW under DDP and FSDP2, checkpoints, the norm of gradients."""
+"""Training on ranks, compared with one process: AdamW steps under DDP and FSDP2, checkpoints, the gradients' norm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mesh_of(ep: str) -> DeviceMesh:
 
 
 def one_model(parts: int) -> Model:
-    """A model of one process whose capacity applies within the tokens of each of `parts` ranks."""
+    """A model of one process; its capacity applies to each of `parts` groups of tokens, as it does to each rank's."""
     torch.manual_seed(0)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // parts)))
     unfused(model.layer.experts)
@@ -52,6 +52,9 @@ def with_fsdp(mesh: DeviceMesh) -> tuple[Model, nn.Module]:
     model = sharded(mesh)
     fully_shard(model.layer.experts, mesh=mesh["dp"])
     return model, fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+WRAPPED = {"ddp": with_ddp, "fsdp": with_fsdp}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -80,7 +83,7 @@ def own_tokens() -> Tensor:
 def five_steps(ep: str, kind: str) -> None:
     expected_model = one_model(dist.get_world_size())
     expected = train(expected_model, adamw(expected_model), 5, tokens())
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of(ep))
+    model, wrapped = WRAPPED[kind](mesh_of(ep))
     found = train(wrapped, adamw(model), 5, own_tokens())
     assert expected[4] < expected[0]
     for a, b in zip(found, expected, strict=True):
@@ -90,15 +93,15 @@ def five_steps(ep: str, kind: str) -> None:
 
 
 def sums_of_ranks(ep: str, kind: str) -> None:
-    """Five steps of AdamW equal, bit for bit, one process that computes gradients rank by rank and adds them.
+    """Five AdamW steps equal bit for bit those of one process that adds gradients in the order of the ranks.
 
-    So the difference from a process that sums over all tokens at once is only the rounding of float32 sums.
+    So ranks differ from a process that sums over all tokens at once only by the rounding of float32 sums.
     """
     mesh = mesh_of(ep)
     one = one_model(dist.get_world_size())
     for owner, name in ((one.first, "forward"), (one.layer.gate, "product"), (one, "scaled")):
         setattr(owner, name, partial(_in_parts, mesh["ep"].size(), getattr(owner, name)))
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh)
+    model, wrapped = WRAPPED[kind](mesh)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
         wrapped.register_comm_hook(mesh, lambda mesh, bucket: _add_in_order(mesh, bucket))
     optimizers = adamw(one), adamw(model)
@@ -120,7 +123,7 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, added as in the one process: the last part of a backward pass first, then pass by pass."""
+    """The mean over ranks, added in the order of the one process: pass by pass, in a pass from the last rank on."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
@@ -131,7 +134,7 @@ def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def narrow_fsdp() -> None:
-    """Parameters gathered in bfloat16, gradients reduced in float32."""
+    """FSDP2 with bfloat16 parameters and float32 gradients: each gradient is within 2 % of that of one process."""
     mesh, one = mesh_of("2"), one_model(dist.get_world_size())
     mean_square(one(tokens())).backward()
     model, policy = sharded(mesh), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -149,7 +152,7 @@ def norm_of_one_process(kind: str) -> None:
     for p in (2.0, 1.0, float("inf")):
         one = one_model(dist.get_world_size())
         mean_square(one(tokens())).backward()
-        model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh)
+        model, wrapped = WRAPPED[kind](mesh)
         mean_square(wrapped(own_tokens())).backward()
         expected = torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM, p)
         assert expected > MAX_NORM
@@ -167,7 +170,7 @@ def norm_without_gradients() -> None:
 
 def save(folder: str, kind: str) -> None:
     """Takes two steps, saves a checkpoint, and stores the losses of three more steps."""
-    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of("2"))
+    model, wrapped = WRAPPED[kind](mesh_of("2"))
     optimizer = adamw(model)
     train(wrapped, optimizer, 2, own_tokens())
     weights, moments = get_state_dict(model, optimizer)
@@ -178,14 +181,14 @@ def save(folder: str, kind: str) -> None:
 
 
 def go_on(folder: str) -> None:
-    """Loads the checkpoint on another number of ranks; the next losses are the same."""
+    """Loads the checkpoint on another number of ranks; the next three losses are the same up to rounding."""
     torch.manual_seed(1)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // 4)))
     unfused(model.layer.experts)
     mesh, wrapped = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep")), model
     if dist.get_world_size() > 1:
         parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel()})
-        del model.layer.experts.forward  # what `unfused` has set
+        del model.layer.experts.forward  # set by `unfused`
         wrapped = data_parallel(model, mesh)
     optimizer = adamw(model)
     weights, moments = get_state_dict(model, optimizer)
@@ -199,7 +202,7 @@ def go_on(folder: str) -> None:
 
 
 def full_state() -> None:
-    """The full state dict of n ranks, loaded into one process, gives the same output."""
+    """The full state dict of all ranks, loaded into one process, gives the same output."""
     mesh = mesh_of(str(dist.get_world_size()))
     model = sharded(mesh)
     state = {name: full(each) for name, each in model.state_dict().items()}
@@ -212,7 +215,7 @@ def full_state() -> None:
 
 
 def dimensions(ep: str) -> None:
-    """Every parameter keeps its name and shape; a rank holds E / ep of the E experts."""
+    """Every parameter keeps its name and its shape; a rank holds the values of E / ep of the E experts."""
     one, model = one_model(1), sharded(mesh_of(ep))
     for (name, a), (other, b) in zip(one.named_parameters(), model.named_parameters(), strict=True):
         assert name == other

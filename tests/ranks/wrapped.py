@@ -1,4 +1,4 @@
-"""Layers inside DistributedDataParallel and fully_shard on one rank have the same gradients as without them."""
+"""DistributedDataParallel and fully_shard on one rank do not change the gradients of the package's layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKENS = torch.arange(T) % IDS
 def stages():
     """By name: a function that makes a layer, and one that changes the layer before a step.
 
-    Some parameters get no gradient in some steps, for instance from step 3 on. DDP once failed after such a step.
+    In each layer some parameters take part in some of the nine steps only. In the other steps DDP must not fail.
     """
 
     def by_itself(layer, step):
-        pass  # LocalSearch hardens after 3 steps; a coin decides in which steps experts compete
+        pass  # the layer itself changes: LocalSearch after 3 steps, CompetitionGate by a random draw in each step
 
     def stable(layer, step):
         if step == 3:
@@ -54,7 +54,7 @@ def stages():
 
 
 def steps(layer, call, change):
-    """Gradients of each of nine steps by name, without those that are None or zero."""
+    """For each of nine steps the gradients by name, without those that are None or zero."""
     optimizer, found = torch.optim.SGD(layer.parameters(), 0.1), []
     for step in range(9):
         torch.manual_seed(step)
@@ -68,14 +68,16 @@ def steps(layer, call, change):
     return [{name: each for name, each in step.items() if each.any()} for step in found]
 
 
-def ddp(name: str) -> None:
-    make, change = stages()[name]
+def seeded(make):
     torch.manual_seed(0)
     layer = make()
-    got = copy.deepcopy(layer)
-    if name == "competition":  # built again: the gate holds its coin and its experts outside of its submodules
-        torch.manual_seed(0)
-        got = make()
+    torch.manual_seed(5)
+    return layer
+
+
+def ddp(name: str) -> None:
+    make, change = stages()[name]
+    layer, got = seeded(make), seeded(make)
     expected = steps(layer, layer, change)
     found = steps(got, DistributedDataParallel(got), change)
     for one, other in zip(expected, found, strict=True):
@@ -84,8 +86,8 @@ def ddp(name: str) -> None:
             torch.testing.assert_close(one[key], other[key])
 
 
-def gradients(layer, call=None):
-    out = (call or layer)(X)
+def gradients(layer):
+    out = layer(X)
     y = sum(out.y) if isinstance(out.y, tuple) else out.y
     (y.square().sum() + out.loss).backward()
     full = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
@@ -93,14 +95,12 @@ def gradients(layer, call=None):
 
 
 def sharded(make, *parts):
-    """fully_shard of `parts` and of the layer as root gives the gradients without it."""
-    torch.manual_seed(0)
-    layer = make()
-    expected = gradients(copy.deepcopy(layer) if make is not competing else make_again(make))
+    """Applies fully_shard to the submodules `parts` and to the layer; the loss and the gradients do not change."""
+    expected = gradients(seeded(make))
+    layer = seeded(make)
     for part in parts:
         fully_shard(layer.get_submodule(part))
     fully_shard(layer)
-    torch.manual_seed(5)
     found = gradients(layer)
     torch.testing.assert_close(found[0].loss, expected[0].loss)
     assert found[1].keys() == expected[1].keys()
@@ -124,13 +124,6 @@ def competition() -> None:
     sharded(competing, "experts")
 
 
-def make_again(make):
-    torch.manual_seed(0)
-    made = make()
-    torch.manual_seed(5)
-    return made
-
-
 def plain():
     return mnn.MoE(mnn.TopKGate(D, E, 2, balance=0.1), mnn.ExpertMLP(E, D, H))
 
@@ -145,7 +138,7 @@ def competing():
 
 
 def narrowed() -> None:
-    """A gate with its own fully_shard group computes in float32 though the root's policy is bfloat16."""
+    """A gate to which fully_shard was applied separately computes in float32, though the model's policy is bfloat16."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, D), mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)))
     router, seen = copy.deepcopy(model[1].gate), []
@@ -163,7 +156,7 @@ def narrowed() -> None:
 
 
 def made_on_meta() -> None:
-    """After meta, fully_shard, to_empty and reset_parameters all parameters are initialised (experts once were not)."""
+    """A layer made on "meta" and sharded: to_empty and reset_parameters initialise all parameters."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
     fully_shard(layer)

@@ -3,8 +3,8 @@
     with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-g++ compiles the .cu files, and a small executor (simt.cpp) runs them. A sanitizer's report becomes an exception's text.
-The executor finds no races; tests/ptx does.
+g++ compiles the .cu files; simt.h and simt.cpp run their threads on the CPU. A sanitizer's report becomes the text of
+an exception. Races are not found here, but in tests/ptx.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _word(value: float, kind: str) -> int:
 
 
 class Launchers:
-    """The launchers (C++ functions that run a kernel) of a build as attributes. Arguments are ints (addresses, sizes, a
+    """The launchers of a build (C++ functions that run a kernel) as attributes. Arguments are ints (addresses, sizes, a
     stream) and floats.
 
     A call may access only tensors that were announced since the previous call, each from its first to its last element.
@@ -51,7 +51,7 @@ class Launchers:
 
     def __init__(self, signatures: str) -> None:
         self._types = dict(line.split(" ", 1) for line in signatures.splitlines())
-        # Keeps the tensors alive until the call: results written to freed memory could overwrite other tensors.
+        # Keeps the tensors alive until the call, which otherwise could write into memory of other tensors.
         self._announced: list[torch.Tensor] = []
 
     def _run(self, name: str, words: list[int]) -> str | None:
@@ -59,7 +59,6 @@ class Launchers:
         raise NotImplementedError
 
     def announce(self, *tensors: torch.Tensor) -> None:
-        """Gives the next call access to these tensors."""
         self._announced += tensors
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -82,7 +81,7 @@ class Launchers:
 
 
 class Module(Launchers):
-    """The launchers of one unit under the sanitizers."""
+    """The launchers of one Unit (see build.py), under the sanitizers."""
 
     def __init__(self, unit: Unit = KERNELS) -> None:
         self._replay = builder.build(unit)
@@ -123,7 +122,7 @@ class Module(Launchers):
 
 @contextlib.contextmanager
 def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
-    """Inside the block, `module` replaces the backend's compiled module, and `attributes` replace its attributes."""
+    """Inside the block, `module` replaces backend.module, and `attributes` replace other attributes of the backend."""
     from moe_kernels.backends import _addresses, reconsider
 
     attributes["module"] = module
@@ -143,7 +142,7 @@ def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterat
 
 @contextlib.contextmanager
 def use() -> Iterator[Module]:
-    """Inside the block, backend "cuda" runs CPU tensors on the executor."""
+    """Inside the block, backend "cuda" takes CPU tensors and runs csrc/cuda as the module's docstring says."""
     from moe_kernels.backends import cuda
 
     with replace_module(cuda, Module(), device_type="cpu") as module:
@@ -151,8 +150,8 @@ def use() -> Iterator[Module]:
 
 
 class _SingleIsa(Module):
-    """The CPU kernels of one instruction set. Drops the first two arguments, the instruction set and whether to release
-    the GIL: only csrc/cpu/module.cpp, which is not in this build, takes them."""
+    """The CPU kernels of one instruction set. Drops the first two arguments of a call (the instruction set, and whether
+    to release the GIL): they are for csrc/cpu/module.cpp, which this build does not contain."""
 
     def _call(self, name: str, types: str, *arguments: float) -> None:
         super()._call(name, types, *arguments[2:])
@@ -160,7 +159,7 @@ class _SingleIsa(Module):
 
 @contextlib.contextmanager
 def use_cpu(isa: str) -> Iterator[Module]:
-    """Inside the block, backend "cpu" runs that instruction set's kernels under the sanitizers."""
+    """Inside the block, backend "cpu" runs the kernels of instruction set `isa` under the sanitizers."""
     from moe_kernels.backends import cpu
 
     with replace_module(cpu, _SingleIsa(CPU[isa])) as module:

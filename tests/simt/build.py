@@ -32,16 +32,16 @@ COMMON = [
     "-ffp-contract=off",
 ]
 
-# For all code except the executor.
+# For all code but simt.cpp.
 SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A folder of .cu files, or of the .cpp files of one instruction set, with the ops.h that lists their launchers."""
+    """The .cu files of a folder, or its .cpp files compiled for one instruction set. Its ops.h lists the launchers."""
 
     folder: Path  # relative to the root
-    isa: str = ""
+    isa: str = ""  # instruction set of .cpp files; empty for .cu files
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Unit:
         return sorted(each.relative_to(ROOT) for each in found if each.name != "module.cpp")
 
 
-# Options of each instruction set, as in setup.py (ISAS), but none for base.
+# Options of each instruction set, as in ISAS of setup.py, but without -mno-mmx for base.
 MARCH = {
     "base": [],
     "avx2": ["-mno-mmx", "-march=x86-64-v3"],
@@ -90,7 +90,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """A file lock: only one process at a time is inside the block."""
+    """Only one process at a time is inside the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def build_once(target: Path, make: Callable[[str], object]) -> Path:
-    """Returns `target`; if it is missing, make(path) writes it, in one process at a time."""
+    """Returns `target`. If the file is missing, make(path) writes it, in one process at a time."""
     with lock(target.with_suffix(".lock")):
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}.part{target.suffix}")
@@ -112,7 +112,7 @@ def digest(*parts: object) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Returns the output of the command; raises if it fails."""
+    """The output of the command, stdout and then stderr; raises RuntimeError if the command fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -121,7 +121,7 @@ def run(command: list[str]) -> str:
 
 @functools.cache
 def headers(unit: Unit) -> str:
-    """A digest of every header that the unit's files may include."""
+    """A digest of every header of this repository that the unit's files may include."""
     folders = [ROOT / "csrc" / "include", ROOT / HERE, ROOT / unit.folder]
     files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
     return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files))
@@ -145,7 +145,7 @@ def _object(source: Path, flags: list[str], unit: Unit) -> Path:
 
 @functools.cache
 def build(unit: Unit) -> Path:
-    """The replay program of a unit: replay.cpp, the launchers and, for .cu files, the executor."""
+    """Path of a unit's replay program: its sources, call.cpp, replay.cpp and, for .cu files, simt.cpp."""
     jobs = [(source, SANITIZER_FLAGS) for source in (*unit.sources(), HERE / "call.cpp", HERE / "replay.cpp")]
     if not unit.isa:
         jobs.append((HERE / "simt.cpp", ["-O2"]))

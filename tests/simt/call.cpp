@@ -1,4 +1,4 @@
-// The table of launchers, from the list (MOE_CPU_OPS or MOE_CUDA_OPS) in the ops.h of the unit that is built.
+// The table of launchers, from the list MOE_CPU_OPS or MOE_CUDA_OPS in the ops.h of the folder that is built.
 #include "call.h"
 
 #include <map>

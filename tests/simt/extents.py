@@ -1,4 +1,4 @@
-"""The bytes that a launch may access: from the first to the last element of each of its tensors."""
+"""The extents that a launch may access: of each of its tensors the bytes from the first to the last element."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def merged(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and bytes of each extent, overlapping ones merged. The storage of a view may be larger."""
+    """Address and number of bytes of each extent; overlapping extents are merged."""
     spans = set()
     for tensor in tensors:
         if tensor.numel():

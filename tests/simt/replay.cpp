@@ -1,13 +1,14 @@
-// Replays one call in its own process, so that a faulty kernel or a sanitizer ends only that process. Every buffer has
-// its own allocation, which ends at the buffer's last byte.
+// Runs one call in its own process, so that a faulty kernel or a sanitizer ends only this process. Every buffer is copied
+// into its own allocation, which ends at the buffer's last byte.
 //
 //   replay            prints the signatures
 //   replay FILE       runs the call in FILE and writes the buffers back into it
 //
-// FILE holds three 64-bit words: the length of the name, the number of arguments and the number of buffers. Then come
-// the name; a word with the bits of each argument; and for each buffer its address in the caller, its size and its
-// bytes. The program changes pointers into a buffer to point into its copy. Exit status 1: the call failed; 2: FILE or
-// a pointer in it is wrong; others come from a sanitizer. The message is on stderr.
+// FILE begins with three 64-bit words: the length of the launcher's name, the number of arguments and the number of
+// buffers. Then come the name, a word with the bits of each argument, and for each buffer its address in the calling
+// process, its size and its bytes. Pointers into a buffer are changed into pointers into its copy. Exit status 1: the
+// launcher returned an error, or simt::fail was called; 2: FILE or a pointer in it is wrong, or memory is short; others
+// come from a sanitizer or a signal. The message is on stderr.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +20,7 @@
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // as cudaMalloc has at least
+constexpr size_t kAlignment = 256;  // cudaMalloc aligns at least so
 
 struct Buffer {
   uint64_t address, size;
@@ -34,7 +35,9 @@ void require(bool holds, const char* what) {
   std::exit(2);
 }
 
-void read(std::FILE* file, void* to, size_t bytes) { require(std::fread(to, 1, bytes, file) == bytes, "short file"); }
+void read(std::FILE* file, void* to, size_t bytes) {
+  require(std::fread(to, 1, bytes, file) == bytes, "the file of the call ends too early");
+}
 
 uint64_t read_word(std::FILE* file) {
   uint64_t word;
@@ -69,7 +72,7 @@ int main(int count, char** arguments) {
     return 0;
   }
   std::FILE* file = std::fopen(arguments[1], "r+b");
-  require(file != nullptr, "cannot open the call");
+  require(file != nullptr, "cannot open the file of the call");
   std::string name(read_word(file), ' ');
   std::vector<uint64_t> words(read_word(file));
   std::vector<Buffer> buffers(read_word(file));
@@ -79,7 +82,7 @@ int main(int count, char** arguments) {
     each.address = read_word(file);
     each.size = read_word(file);
     each.offset = std::ftell(file);
-    // The copy has the caller's offset from an aligned address. The allocation ends where the buffer ends.
+    // The copy has the same offset from a multiple of kAlignment as the buffer.
     const size_t lead = each.address % kAlignment;
     void* memory = nullptr;
     require(posix_memalign(&memory, kAlignment, lead + each.size) == 0, "out of memory");
@@ -89,7 +92,7 @@ int main(int count, char** arguments) {
   }
   const std::string types = types_of(name);
   for (size_t i = 0; i < words.size() && i < types.size(); i++) {
-    // The last argument is a stream (CUDA) or a number of threads.
+    // The last argument of a CUDA launcher is a stream, which is a pointer but points into no buffer.
     if (types[i] == 'p' && i + 1 < types.size()) words[i] = to_copy(words[i], buffers);
   }
   if (const int status = moe_call(name.c_str(), words.data())) {

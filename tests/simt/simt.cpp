@@ -1,4 +1,5 @@
-// The executor: fibers, rendezvous, shared memory. It is compiled without sanitizers, but announces its fibers to them.
+// Runs the threads of a kernel as fibers, with rendezvous and shared memory. This file is compiled without sanitizers,
+// but tells the address sanitizer of every switch to another stack.
 #include "simt.h"
 
 #include <sys/mman.h>
@@ -46,7 +47,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kSharedLimit = 227 * 1024, kAlignment = 128;
-constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // of a fiber; only pages that it accesses take memory
+constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // of a fiber; only accessed pages take memory
 
 struct Fiber {
   void* pointer = nullptr;
@@ -70,10 +71,10 @@ struct Meeting {
 };
 
 const std::function<void()>* kernel;
-std::vector<Thread> threads;  // of the largest block so far
-int count, unfinished, current;
-Fiber host;  // the program's own stack
-int arrived, votes, result;                        // of the barrier
+std::vector<Thread> threads;     // as many as in the largest block so far
+int count, unfinished, current;  // threads of the block: all, those that have not ended, index of the running one
+Fiber host;                      // the program's own stack
+int arrived, votes, result;      // of the block's barrier
 std::vector<std::array<Meeting, kWarp>> meetings;  // by warp, then by the lowest lane of the mask
 std::map<const void*, std::unique_ptr<void, void (*)(void*)>> shared;
 size_t dynamic_bytes;
@@ -84,7 +85,7 @@ void switch_fiber(Fiber& from, Fiber& to, bool last) {
   __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
 }
 
-// Runs the next ready thread; returns when the calling thread runs again.
+// Switches to the next ready thread. Returns when another thread switches back.
 void yield() {
   Thread& self = threads[current];
   int next = (current + 1) % count;
@@ -95,12 +96,11 @@ void yield() {
   switch_fiber(self.fiber, threads[next].fiber, self.state == State::done);
 }
 
-// The function of every fiber.
 void run_thread() {
   const void* bottom;
   size_t bytes;
   __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
-  if (!host.stack) host.stack = bottom, host.bytes = bytes;  // the first fiber is entered from the host's stack
+  if (!host.stack) host.stack = bottom, host.bytes = bytes;  // the first switch to a fiber comes from the host's stack
   (*kernel)();
   threads[current].state = State::done;
   if (--unfinished) yield();
@@ -116,9 +116,9 @@ Fiber make_fiber() {
   return {nullptr, static_cast<char*>(memory) + kGuard, kStackBytes, nullptr};
 }
 
-// Prepares a fiber's first switch: pushes six zeros for the registers that simt_switch_stack pops, and run_thread as
-// the address to which it returns. The zero above them is run_thread's own return address, and aligns the stack as a
-// call does.
+// Prepares the first switch to a fiber. Its stack gets, from the top: a zero as run_thread's return address, which also
+// aligns the stack as a call does; the address of run_thread, to which simt_switch_stack returns; and zeros for the six
+// registers that simt_switch_stack pops.
 void restart(Fiber& fiber) {
   void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(fiber.stack)) + kStackBytes) - 1;
   *top = nullptr;
@@ -181,7 +181,7 @@ void meet(uint32_t mask, void* operand, Operation apply, const void* context) {
   }
 }
 
-// Each variable is its own heap block, so that the sanitizer finds overruns; it starts with 0xFF bytes.
+// Each variable is a heap block of its own, so that the sanitizer finds overruns. It is filled with 0xFF bytes.
 void* shared_variable(const void* key, size_t bytes) {
   const auto found = shared.find(key);
   if (found != shared.end()) return found->second.get();

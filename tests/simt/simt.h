@@ -1,11 +1,11 @@
-// CUDA C++ on the host: with this header a .cu file compiles with a C++ compiler and runs under the executor in
-// simt.cpp, under the address and undefined-behaviour sanitizers. Each CUDA thread is a fiber that runs until a
-// rendezvous (a barrier, a warp collective) or its end. The executor finds no races; tests/ptx does.
+// CUDA C++ on the host: with this header a C++ compiler compiles a .cu file, and simt.cpp runs it. Each CUDA thread is a
+// fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective). Races are not found here,
+// but in tests/ptx.
 //
-// The kernels include this header, so it is compiled with the sanitizers: memory accesses of kernels belong here.
+// Code that accesses a kernel's memory must be in this header, which is compiled with the sanitizers; simt.cpp is not.
 #pragma once
 
-// CUDA's headers may have defined these before; those included below keep the definitions made here.
+// CUDA headers that were included earlier may have defined these macros. Those below do not define them again.
 #undef __global__
 #undef __device__
 #undef __host__
@@ -45,12 +45,12 @@ namespace simt {
 
 [[noreturn]] void fail(const char* message);  // ends the process
 
-// The most shared memory that a block can have: 227 KiB, as on sm_90.
+// Bytes that a block can have: 227 KiB, as on sm_90.
 size_t shared_memory_limit();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
-// Barrier of a block's threads; returns how many of them passed true as `vote`.
+// Barrier of all threads of a block; returns how many of them passed true.
 int barrier(bool vote);
 
 void* shared_variable(const void* key, size_t bytes);
@@ -76,7 +76,7 @@ struct Lanes {
   }
 };
 
-// Rendezvous of the lanes of `mask`: the last lane to arrive calls `apply` on the operands of all lanes.
+// Rendezvous of the lanes in `mask`. The last of them to arrive calls `apply` with the operands of all of them.
 using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
 void meet(uint32_t mask, void* operand, Operation apply, const void* context);
 
@@ -88,7 +88,8 @@ void meet(uint32_t mask, Lane& lane, const F& f) {
   meet(mask, &lane, apply, &f);
 }
 
-// A lane whose source is outside its segment keeps its own value.
+// in_segment: whether `source` is in the lane's own group of `width` lanes (an argument of CUDA's shuffles). If it is
+// not, the lane keeps its value.
 template <class T>
 T shuffle(uint32_t mask, T value, int source, bool in_segment) {
   struct Lane {
@@ -125,8 +126,6 @@ To bits(From value) {
 }
 
 }  // namespace simt
-
-// CUDA's own functions, under their own names.
 
 inline void __syncthreads() { simt::barrier(false); }
 inline int __syncthreads_or(int predicate) { return simt::barrier(predicate != 0) != 0; }
@@ -236,8 +235,6 @@ inline int __float_as_int(float value) { return simt::bits<int>(value); }
 inline float __int_as_float(int value) { return simt::bits<float>(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-// cp.async, ldmatrix and mma.sync on the host.
-
 namespace simt {
 
 template <int BYTES>
@@ -247,7 +244,7 @@ void async_copy(void* destination, const void* source, int valid) {
   }
 }
 
-// Each lane reads the row at its own address; the lanes then exchange elements.
+// ldmatrix.x4: lane 8 m + r reads row r of matrix m at its own address, then the lanes exchange elements.
 template <bool TRANSPOSED>
 void load_matrix(uint32_t (&fragment)[4], const void* row) {
   struct Lane {
@@ -279,7 +276,7 @@ float float_of_16(uint32_t word, int half) {
   return float_of_half(element);
 }
 
-// Adds the products in the order of k, in float32; a GPU may use another order and fewer bits.
+// Adds the products in the order of k, in float32. A GPU may add in another order and round differently.
 template <bool BF16>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Lane {

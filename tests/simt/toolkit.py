@@ -1,4 +1,4 @@
-"""Finds CUDA's headers and tools on this machine: an nvcc on PATH, or the wheels that pip installs."""
+"""Finds CUDA on this machine: headers and nvcc from PATH or the nvidia-* wheels, other tools from PATH or Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found; None if they were."""
+    """Paths; missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found, None if they were."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None
@@ -25,7 +25,6 @@ class Toolkit:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -40,14 +39,14 @@ def _wheel_roots() -> list[Path]:
 
 
 def _nvcc_root(nvcc: str) -> Path | None:
-    """The folder of an nvcc's toolkit, from its --dryrun, as `nvcc` may be a link or a script."""
+    """The toolkit's folder as nvcc --dryrun reports it: nvcc may be a link or a script in another folder."""
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
     found = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     return Path(found[1].strip()).resolve() if found else None
 
 
 def _tool(name: str) -> Path | None:
-    """A tool from PATH, or Triton's copy of it."""
+    """Path of a tool on PATH or in Triton's package; None if neither has it."""
     on_path = shutil.which(name)
     if on_path:
         return Path(on_path)
@@ -66,9 +65,9 @@ def find() -> Toolkit:
     cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
     no_cuobjdump = None if cuobjdump else "no cuobjdump on PATH and no triton package that contains one"
 
+    needed = ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h", "nv/target")
     for root, nvcc in candidates:
         include = root / "include"
-        needed = ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h", "nv/target")
         if all((include / each).exists() for each in needed):
             complete = nvcc.exists() and (root / "nvvm" / "bin" / "cicc").exists()
             return Toolkit(
@@ -79,5 +78,6 @@ def find() -> Toolkit:
                 no_nvcc=None if complete else f"{root} has no nvcc with its cicc",
                 no_cuobjdump=no_cuobjdump,
             )
-    reason = "no CUDA headers: neither an nvcc on PATH nor the wheels nvidia-cuda-{runtime,crt,cccl}"
+    wheels = "nvidia-cuda-{runtime,crt,cccl}"
+    reason = f"no CUDA headers: {', '.join(needed)} are neither with an nvcc on PATH nor in the wheels {wheels}"
     return Toolkit(missing=reason, no_nvcc=reason, no_cuobjdump=no_cuobjdump, cuobjdump=cuobjdump, nvdisasm=nvdisasm)

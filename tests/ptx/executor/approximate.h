@@ -1,12 +1,13 @@
-// Instructions for which the PTX ISA gives a largest error. Seed 0 rounds correctly; another seed changes the result by
-// up to that error. The error is a hash of the input, so equal inputs give equal results, as on hardware.
+// Instructions with a largest error in the PTX ISA. With approximation_seed 0 the f64 result is rounded to f32;
+// another seed changes the result by up to that error. The error is a hash of the input, so equal inputs give equal
+// results, as on a GPU.
 #pragma once
 
 #include "numbers.h"
 
 extern thread_local u64 approximation_seed;
 
-// A number of either sign with a magnitude in [0.5, 1): a hash of `input` and `which`, the number of the instruction.
+// A number of either sign with a magnitude in [0.5, 1): a hash of the seed, `input` and the instruction's number.
 inline f64 signed_error(u64 input, u32 which) {
   u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
@@ -15,24 +16,23 @@ inline f64 signed_error(u64 input, u32 which) {
   return z >> 63 ? -magnitude : magnitude;
 }
 
-// `exact` with a relative error of up to `bound`. Zeros, infinities and NaN stay.
+// `exact` with a relative error of up to `bound`; zeros, infinities and NaN get no error.
 inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
   const f64 moved = exact * (1 + bound * signed_error(bits<u32>(input), which));
   const f32 result = static_cast<f32>(moved);
-  // If rounding exceeds the bound, the correctly rounded result is returned.
+  // If rounding to f32 moves the result past the bound, the result without error is returned.
   return std::fabs(f64(result) - exact) <= bound * std::fabs(exact) ? result : static_cast<f32>(exact);
 }
 
-// Largest errors by the PTX ISA: rcp.approx 1 ulp; ex2.approx, div.approx and div.full 2 ulp (here as relative errors
-// with 1 ulp = 2^-23, its value just above a power of two); sqrt.approx 2^-23, rsqrt.approx 2^-22.9 and tanh.approx
-// 2^-11, all relative; lg2.approx 2^-22, absolute in (0.5, 2) and relative elsewhere; sin.approx and cos.approx 2^-20.5
-// absolute, in [-2 pi, 2 pi].
+// Largest errors of the .approx instructions by the PTX ISA: 1 ulp for rcp, 2 ulp for ex2, div and div.full (here
+// relative errors with 1 ulp = 2^-23); relative 2^-23 for sqrt, 2^-22.9 for rsqrt and 2^-11 for tanh; 2^-22 for lg2,
+// absolute in (0.5, 2) and relative elsewhere; absolute 2^-20.5 for sin and cos in [-2 pi, 2 pi].
 constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
 constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, rounded down
 
 inline f32 ex2(f32 x) { return x == 0 || std::isinf(x) ? std::exp2(x) : approximate(std::exp2(f64(x)), x, kEx2, 1); }
-inline f32 lg2(f32 x) {  // absolute within [0.5, 2], relative outside
+inline f32 lg2(f32 x) {
   const f64 exact = std::log2(f64(x));
   if (!approximation_seed || !std::isfinite(exact) || exact == 0) return static_cast<f32>(exact);
   if (x < 0.5f || x > 2.0f) return approximate(exact, x, kLg2, 2);

@@ -1,15 +1,15 @@
-// cp.async.bulk.tensor: one lane copies a box of a tensor into shared memory; a wait at the mbarrier that succeeds
-// stores the bytes. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
+// cp.async.bulk.tensor: a lane copies a box of a tensor into shared memory, which is written when a wait at the
+// mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
 #include <algorithm>
 
 #include "table.h"
 
 namespace {
 
-// Layout of a CUtensorMap here, as in tests/ptx/tensor_map.py. Dimension 0 is the contiguous one.
+// The layout of tests/ptx/tensor_map.py, not that of a real CUtensorMap. Dimension 0 is contiguous.
 struct TensorMap {
   u64 magic, base;
-  u32 rank, element, span, unused;  // element: its bytes; span: bytes of a row of the box, in swizzled pieces of 16
+  u32 rank, element, span, unused;  // element: its bytes; span: bytes of a row of the box
   u64 sizes[5];    // elements
   u64 strides[4];  // bytes, of dimensions 1 and up
   u32 box[5];      // elements
@@ -22,12 +22,13 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
     std::memcpy(&map, reinterpret_cast<const void*>(at), sizeof map);
     if (map.magic == kMagic && map.rank == r.elements) return true;
   }
-  launch.report(b, w, &r, lane, "no tensor map of %u dimensions", r.elements);
+  launch.report(b, w, &r, lane, "expected a tensor map of %u dimensions, at a multiple of 64 bytes in the kernel's parameters", r.elements);
   launch.failed = true;
   return false;
 }
 
-// Copies one row of the box: `skip` zeros, `inside` elements from `source` on, then zeros.
+// Copies one row of the box, of `skip` zeros, `inside` elements from `source` on and then zeros, in swizzled pieces of
+// 16 bytes.
 bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, const TensorMap& map, Mbarrier& m, u64 source, s64 skip, s64 inside, u32 to) {
   u8 row[128] = {};
   Counters& c = launch.counters(r);
@@ -60,7 +61,7 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
   return true;
 }
 
-// Operands: shared address (immediate is its offset), tensor map, mbarrier, coordinates. elements: dimensions.
+// Operands: shared address (its offset is `immediate`), tensor map, mbarrier, coordinates. elements: dimensions.
 Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = __builtin_ctz(rest);
@@ -98,7 +99,7 @@ Next proxy_fence(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// The generic address of a parameter.
+// cvta.param: the generic address of a parameter.
 Next parameter_address(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   u64* to = lanes_of<u64>(launch, w, r, 0);
   const u64* from = lanes_of<const u64>(launch, w, r, 1);

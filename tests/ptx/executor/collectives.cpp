@@ -1,9 +1,9 @@
-// Collectives of the lanes of a warp: shfl, vote, redux, match, elect, bar.warp.sync.
+// Collectives of the lanes of a warp: shfl, vote, redux, match, elect, bar.warp.sync; and activemask.
 #include "table.h"
 
 namespace {
 
-// Operand k is each lane's mask of participants. Lanes wait until all participants of their mask have arrived.
+// Operand k is each lane's mask. A lane waits until all lanes of its mask have arrived.
 #define GATHER(k)                                                  \
   Next next;                                                         \
   u32 masks[kLanes];                                                 \
@@ -20,7 +20,7 @@ Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 enum How { kUp, kDown, kButterfly, kIndex };
 
-// Operands: destination, predicate (written only with flag 1), source, lane or offset, clamp and segments, mask.
+// Operands: destination, predicate (written only with flag 1), source, lane or offset, clamp and segment mask, mask.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(5)
@@ -73,7 +73,7 @@ void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   }
 }
 
-// The lanes of groups in which operand k of a lane is undefined.
+// The lanes with an undefined operand k in some lane of their mask.
 u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32* masks, u32 mask) {
   const u64 undefined = either(undefined_lanes(launch, w, r, k)) & both(mask);
   u64 found = 0;
@@ -145,8 +145,8 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Operands: the leader's lane, a predicate that is true for the leader alone, mask. The seed chooses the leader of a
-// mask.
+// Operands: the leader's lane, a predicate that is true only for the leader, mask. The seed determines the leader of a
+// mask; without a seed it is the lowest lane.
 Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(2)
   u32* to = lanes_of<u32>(launch, w, r, 0);

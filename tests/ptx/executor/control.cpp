@@ -1,7 +1,7 @@
 // Branches, divergence and reconvergence of the lanes of a warp, and barriers of the block.
 //
-// The active lanes are those with the lowest pc. This alone does not bring lanes together that come to a .sync
-// instruction by different branches, so the instruction blocks its lanes until all lanes of its mask have arrived.
+// The active lanes are those with the lowest pc. This rule alone does not join lanes that reach a .sync instruction by
+// different branches. So the instruction blocks a lane until all lanes of its mask have arrived.
 #include "table.h"
 
 void select_lanes(Warp& w) {
@@ -18,8 +18,9 @@ void select_lanes(Warp& w) {
   w.next_other = other;
 }
 
-// Whether a .sync instruction can execute, for all active lanes or for those whose masks are complete; it blocks the
-// other lanes. masks: one for each lane if `each`, else one for all lanes. next: how to go on if the result is false.
+// Whether a .sync instruction can execute for at least one active lane: all lanes of its mask must have arrived. Blocks
+// the active lanes for which it cannot. masks: one for each lane if `each`, else one for all lanes. next: what the
+// instruction returns if the result is false.
 bool gather(Launch& launch, Block& b, Warp& w, const Record& r, const u32* masks, bool each, Next& next) {
   next = Next::following;
   u32 ready = 0, waits_for = 0;
@@ -72,7 +73,7 @@ Next branch(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
     return Next::chosen;
   }
   if (!mask) return Next::following;
-  launch.counters(r).requests++;  // the warp diverges
+  launch.counters(r).requests++;
   for_lanes(w.active, [&](u32 l) { w.pcs[l] = mask >> l & 1 ? static_cast<u32>(r.target) : w.pc + 1; });
   select_lanes(w);
   return Next::chosen;
@@ -99,11 +100,11 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::chosen;
 }
 
-// A warp's arrival at a barrier. immediate: number of the barrier; second: threads that it waits for, 0: all.
+// A warp's arrival at a barrier. immediate: number of the barrier; second: threads that it waits for, 0 for all.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
-    launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "a barrier by lanes %08x of %08x", mask, w.live);
+    launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "only lanes %08x of %08x execute the barrier", mask, w.live);
     launch.failed = true;
     next = Next::leave;
     return false;
@@ -147,8 +148,8 @@ Next trap(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 }  // namespace
 
-// Releases the warps of every complete barrier. Each gets the maximum of their clocks, as the barrier orders all of
-// their earlier accesses before all later ones.
+// Releases the warps of every complete barrier. The barrier orders all their earlier accesses before all their later
+// ones, so each warp gets the maximum of the warps' clocks.
 bool Launch::release_barriers(Block& b) {
   bool any = false;
   for (u32 id = 0; id < 16; id++) {

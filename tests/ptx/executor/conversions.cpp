@@ -1,4 +1,4 @@
-// cvt: conversions. Names are cvt.<rounding>.<to>.<from>; without <rounding>, floats round to nearest even.
+// Conversions, with the names cvt.<rounding or sat>.<to>.<from>. Without a rounding floats round to nearest even.
 #include <tuple>
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// A byte has a register of 16 bits.
+// The type of a register that holds a T; a byte is in a register of 16 bits.
 template <class T>
 using Register = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, s16, u16>, T>;
 
@@ -41,7 +41,7 @@ void to_integer(Table& t, const std::string& to) {
   unary<To, f64>(t, "cvt.rni." + to + ".f64", [](f64 x) { return saturated<To>(std::nearbyint(x)); });
 }
 
-// Rounds two floats into the halves of a register, the first into the upper half.
+// Rounds two floats into the halves of a register, the first source into the upper half.
 template <class Round>
 struct Pair {
   static Next step(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {

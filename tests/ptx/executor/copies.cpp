@@ -1,12 +1,12 @@
-// cp.async: reads the bytes at once, and stores them in shared memory when the warp waits for the copy's group.
+// cp.async: the bytes are read at once, and stored in shared memory when the warp waits for the copy's group.
 #include <algorithm>
 
 #include "table.h"
 
 namespace {
 
-// Operands: shared address (immediate is its offset), global address (second is its offset), and with flag 1 the number
-// of bytes to read; the rest of `size` becomes zero.
+// Operands: shared address (its offset is `immediate`), global address (its offset is `second`), and with flag 1 the
+// number of bytes to read; the rest of `size` bytes is filled with zeros.
 Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32* to = lanes_of<const u32>(launch, w, r, 0);
   const u64* from = lanes_of<const u64>(launch, w, r, 1);
@@ -18,7 +18,7 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     target[l] = static_cast<u32>(to[l] + static_cast<u32>(r.immediate));
     if (!given || given[l]) reads |= 1u << l;
   }
-  // A read of fewer bytes needs the alignment of `size`, but its last byte may be the last of a tensor.
+  // A read of fewer than `size` bytes needs the alignment of `size`, but may end at the last byte of a tensor.
   for (u32 rest = mask & reads; rest;) {
     const u32 bytes = given ? std::min<u32>(given[__builtin_ctz(rest)], r.size) : r.size;
     u32 equal = 0;

@@ -3,7 +3,8 @@
 
 #include "table.h"
 
-// D: type of the destination; A: types of the sources; F computes a lane. An undefined source makes a lane undefined.
+// D is the type of the destination, A are the types of the sources, and F computes a lane. A lane of the destination is
+// undefined if a source is undefined in this lane.
 template <class F, class D, class... A>
 struct Each {
   template <size_t... k>
@@ -25,7 +26,6 @@ struct Each {
   }
 };
 
-// Compares lanes; the destination is a predicate.
 template <class F, class T>
 struct Compare {
   static Next step(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {

@@ -1,4 +1,4 @@
-// Floating-point arithmetic. Operations without a rounding mode in their name round to nearest even, as in PTX.
+// Floating-point arithmetic. It rounds to nearest even, except for .approx, div.full and fma.rm.
 #include <tuple>
 
 #include "approximate.h"
@@ -13,7 +13,7 @@ bool less_or_greater(T x, T y) {
   return x < y || x > y;
 }
 
-// The comparisons of PTX on T; V converts the bits in a T to a number.
+// Comparisons; V converts a register of type T to a number.
 template <class T, class V>
 void comparisons(Table& t, const std::string& kind, V) {
   compare<T>(t, "setp.eq." + kind, [](T x, T y) { return V{}(x) == V{}(y); });
@@ -47,19 +47,19 @@ void arithmetic(Table& t, const std::string& kind) {
   binary<T, T, T>(t, "max." + kind, [](T x, T y) { return greatest(x, y); });
   binary<T, T, T>(t, "min.NaN." + kind, [](T x, T y) { return or_nan(x, y, least(x, y)); });
   binary<T, T, T>(t, "max.NaN." + kind, [](T x, T y) { return or_nan(x, y, greatest(x, y)); });
-  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });  // the sign is that of the first operand
+  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16-bit add, sub and mul: computed in 32 bits, then rounded to 16 bits; the result is that of a single rounding.
+// 16-bit add, sub and mul are computed in 32 bits, then rounded to 16 bits, which gives the result of one rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // The first rounding, to 32 bits, is to odd. This makes the second one, to 16 bits, correct, unless `exact` is
-    // itself rounded: for bf16 with exponents far apart.
+    // Rounding first to odd in 32 bits makes the result after rounding to 16 bits correct, except if `exact` itself was
+    // rounded: for bf16 with exponents far apart.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {
@@ -69,7 +69,7 @@ struct Halves {
   }
 };
 
-// Applies F to the lower and to the upper halves of registers.
+// Applies `each` to the lower halves and to the upper halves of registers.
 template <class F, class... A>
 u32 packed(F each, A... x) {
   return each(static_cast<u16>(x)...) | u32(each(static_cast<u16>(x >> 16)...)) << 16;

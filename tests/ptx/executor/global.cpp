@@ -1,4 +1,4 @@
-// Global memory: bounds and alignment against the tensors of the launch, sectors, and stores that conflict.
+// Global memory: bounds (of the launch's tensors), alignment, sectors, and conflicting stores.
 #include <algorithm>
 
 #include "state.h"
@@ -16,8 +16,8 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether the write of `word` happened before an access of this lane: it is the lane's own, or ordered by a barrier of
-// the block or of the warp, or by an atomic with release.
+// Whether the last write of `word` happened before an access of this lane: the lane made it, or a barrier,
+// bar.warp.sync, mbarrier or atomic with release is between them.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);
@@ -60,8 +60,8 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   return true;
 }
 
-// Lanes that read what another thread wrote in this launch without synchronization: the value depends on the order of
-// execution.
+// The lanes that read what another thread wrote in this launch with no synchronization between: their values depend on
+// the order of execution.
 u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
   u32 found = 0;
   int range = -1;
@@ -78,13 +78,13 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
   return found;
 }
 
-// Records a lane's store, before it happens. Reports another value at the same place by another lane of the same
-// instruction, or by another thread with no synchronization between. value: null for an atomic.
+// Records a lane's store before it happens. Reports it if another lane of the same instruction, or another thread with
+// no synchronization between, stored a different value at the same place. value: null for an atomic.
 void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
   const u32 grain = program.global_grain;
-  if (!here.written_sectors) return;  // too large to keep a writer for each word
+  if (!here.written_sectors) return;  // the tensor is too large to store a writer for each word
   auto& words = written[range];
   if (words.empty()) words.resize((here.end - here.begin + grain - 1) / grain);
   const u64 offset = at - here.begin;

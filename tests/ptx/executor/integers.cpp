@@ -7,7 +7,7 @@
 
 namespace {
 
-// mov: copies the undefined halves too, as a move computes no value.
+// mov: a half of the result is undefined if the same half of the source is.
 template <class T>
 Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);
@@ -21,7 +21,7 @@ Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   return Next::following;
 }
 
-// Bitwise operations: a half is undefined if the same half of a source is.
+// Bitwise operations: a half of the result is undefined if the same half of a source is.
 template <class F, class T>
 Next bitwise(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);
@@ -57,7 +57,7 @@ Next select(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// Packs two halves into a register, the first into the lower half.
+// Packs two halves into a register, the first source into the lower half.
 template <class Whole, class Half>
 Next pack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   Whole* to = lanes_of<Whole>(launch, warp, record, 0);
@@ -86,8 +86,8 @@ Next unpack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// prmt, which selects bytes of two registers: a half of the result is undefined if a byte of it comes from an undefined
-// half.
+// prmt selects bytes of two registers. A half of the result is undefined if one of its bytes is from an undefined half,
+// or if the selector is undefined.
 Next permute(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   u32* to = lanes_of<u32>(launch, warp, record, 0);
   const u32* x = lanes_of<const u32>(launch, warp, record, 1);
@@ -135,7 +135,7 @@ void of_width(Table& t, const std::string& width) {
   add_bitwise<T>(t, "or.b" + width, [](T x, T y) { return static_cast<T>(x | y); });
   add_bitwise<T>(t, "xor.b" + width, [](T x, T y) { return static_cast<T>(x ^ y); });
   binary<T, T, u32>(t, "shl.b" + width, [](T x, u32 y) { return y > top ? T(0) : static_cast<T>(x << (y & top)); });
-  for (const char* sign : {"u", "s"}) {  // two's complement: the same operation
+  for (const char* sign : {"u", "s"}) {  // one operation for both, as integers are in two's complement
     const std::string kind = sign + width;
     binary<T, T, T>(t, "add." + kind, [](T x, T y) { return static_cast<T>(x + y); });
     binary<T, T, T>(t, "sub." + kind, [](T x, T y) { return static_cast<T>(x - y); });

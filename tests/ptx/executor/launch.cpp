@@ -1,4 +1,4 @@
-// Runs a launch: blocks one after the other, the warps of a block in turns. The seed chooses the order.
+// Runs a launch: blocks one after the other, the warps of a block in turns. The seed determines the order.
 #include <cstdarg>
 #include <cstdio>
 #include <numeric>
@@ -19,7 +19,7 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kMaxErrors = 1000;  // so many errors end a launch: a missing barrier can cause millions
+constexpr u64 kMaxErrors = 1000;  // then the launch ends, as a missing barrier can cause millions of errors
 
 }  // namespace
 
@@ -151,7 +151,7 @@ void Launch::run() {
       for (u32 q = 0; q < warps && !failed; q++) {
         Warp& w = b.warps[(first + q) % warps];
         if (w.phase == Phase::ready) {
-          // Without a seed a warp runs until it waits or ends; with one it also stops in between.
+          // Without a seed a warp runs until it waits or ends, with a seed for at most 2000 instructions.
           run_warp(b, w, seeded() ? 1 + random.below(2000) : ~u64(0) >> 1);
           ran = true;
         }
@@ -185,7 +185,7 @@ void Launch::report_deadlock(Block& b) {
          waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
 }
 
-// Errors at the end of a block: a bulk copy in flight, a wgmma that not all warps of its warpgroup issued.
+// Reports errors at the end of a block: a wgmma that not all warps of its warpgroup issued, a bulk copy in flight.
 void Launch::end(Block& b) {
   check_agreements(b);
   for (auto& [at, m] : b.mbarriers) {
@@ -209,7 +209,7 @@ const char* ptx_operations() {
   return names.c_str();
 }
 
-// Sizes of the structures shared with Python, which compares them with its own.
+// Sizes of the structures in types.h; machine.py compares them with its own.
 u32 ptx_size(u32 which) {
   const u32 sizes[] = {sizeof(Record), sizeof(Counters), sizeof(Range), sizeof(Finding), sizeof(Program), sizeof(Request)};
   return sizes[which];

@@ -1,20 +1,21 @@
 // mbarriers: a phase is complete after its arrivals and the bytes of its bulk copies.
 //
-// A warp's first try_wait in an incomplete phase fails. Its next one completes the phase and stores the bytes, if all
-// arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, which is
-// reported.
+// A warp's first try_wait for an incomplete phase fails. Its next try_wait completes the phase and stores the bytes, if
+// all arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, which is an
+// error. A phase without copies is complete at its last arrival.
 #include "table.h"
 
 namespace {
 
-// The address of an mbarrier, which must be equal in all lanes of `mask`; ~0 after an error.
+// The mbarrier's address in operand k, which must be equal in all lanes of `mask`; ~0 after an error.
 u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
   const u32* base = lanes_of<const u32>(launch, w, r, k);
   const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
   u32 other = 0;
   for_lanes(mask, [&](u32 l) { other |= u32(base[l] != base[lane]) << l; });
   if (!other && at % 8 == 0 && u64(at) + 8 <= launch.request.shared_bytes) return at;
-  launch.report(b, w, &r, other ? __builtin_ctz(other) : lane, "%u is not an address of an mbarrier, or lanes have different ones", at);
+  if (other) launch.report(b, w, &r, __builtin_ctz(other), "lanes have different addresses of an mbarrier");
+  else launch.report(b, w, &r, lane, "the mbarrier's address %u is not a multiple of 8, or outside of shared memory", at);
   launch.failed = true;
   return ~0u;
 }
@@ -52,7 +53,7 @@ Next invalidate(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
   Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
   if (!m) return Next::leave;
-  if (!m->copies.empty()) launch.report(b, w, &r, lane, "%llu bytes for it may still be in flight", (unsigned long long)m->copied);
+  if (!m->copies.empty()) launch.report(b, w, &r, lane, "the mbarrier is invalidated while %llu bytes for it may still be in flight", (unsigned long long)m->copied);
   m->live = false;
   mark(launch, b, at, false);
   return launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false) ? Next::following : Next::leave;
@@ -74,7 +75,7 @@ void complete(Launch& launch, Block& b, Mbarrier& m) {
   m.clocks[m.slot] = m.clock;
 }
 
-// Operands: address, bytes that the phase waits for in addition.
+// Operands: address, number of bytes that the phase also waits for.
 Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!mask) return Next::following;
   const u32 at = address_of(launch, b, w, r, 0, mask);
@@ -135,7 +136,7 @@ Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u6
   return nullptr;
 }
 
-// Lets those warps run again whose next try_wait may succeed.
+// Lets a warp run again if its next try_wait can succeed.
 bool Launch::release_mbarriers(Block& b) {
   bool any = false;
   for (Warp& w : b.warps) {

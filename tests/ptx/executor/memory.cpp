@@ -1,5 +1,4 @@
-// ld, st and atom. Record::immediate is the offset of the address. For ld and st the record also has the bytes of an
-// element (size) and of a register (width), and the number of elements.
+// ld, st and atom.
 #include "table.h"
 
 namespace {
@@ -83,7 +82,7 @@ Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// The order in which the lanes of a warp store: that of their numbers, or with a seed a random one.
+// The order in which the lanes of a warp store: ascending, or with a seed random.
 struct LaneOrder {
   u32 first, step;
   explicit LaneOrder(Launch& launch) : first(0), step(1) {
@@ -154,8 +153,8 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
   return Next::following;
 }
 
-// Atomics. flag: 1 with .release, .acquire or .acq_rel. Each counts as .acq_rel: all writes before earlier such atomics
-// at this address then happened before the later accesses of this block.
+// Atomics. flag: 1 for .release, .acquire and .acq_rel, which all count as .acq_rel: the writes that happened before an
+// earlier such atomic at this address happen before the later accesses of this block.
 template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
@@ -197,8 +196,8 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         for (const auto& [block, known] : released) b.known[block].merge(known);
         for (const auto& [block, known] : b.known) released[block].merge(known);
         Known own{w.clocks, std::vector<u32>(w.clocks.size(), kAll)};
-        // Of this warp's writes at its present clock, only this lane's surely precede the atomic. The clock rises at
-        // the synchronizations that shared.cpp lists, so all lanes' writes at lower clocks precede the atomic too.
+        // All lanes' writes at lower clocks precede the atomic, as the warp's clock rises only at the synchronizations
+        // that shared.cpp lists. Of the writes at the present clock only this lane's surely precede it.
         own.lanes[w.id] = 1u << l;
         released[b.index].merge(own);
       }

@@ -1,4 +1,4 @@
-// Arithmetic for which C++ has no operator.
+// Arithmetic of PTX for which C++ has no operator.
 #pragma once
 
 #include <algorithm>
@@ -25,10 +25,10 @@ inline u16 to_bf16(f32 f) {
 inline f32 from_f16(u16 x) { return static_cast<f32>(bits<_Float16>(x)); }
 inline u16 to_f16(f32 f) { return f != f ? u16(0x7fff) : bits<u16>(static_cast<_Float16>(f)); }
 
-// Subnormal numbers become zero of their sign.
+// Replaces subnormal numbers by zero of the same sign.
 inline f32 flush(f32 x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 
-// min and max of PTX: of a NaN and a number the number; -0 is less than +0.
+// min and max: the result for a NaN and a number is the number; -0 is less than +0.
 template <class T>
 inline T least(T x, T y) {
   if (x != x) return y != y ? std::numeric_limits<T>::quiet_NaN() : y;
@@ -43,17 +43,17 @@ inline T greatest(T x, T y) {
   if (x == y) return std::signbit(x) ? y : x;
   return x > y ? x : y;
 }
-// Their .NaN forms: NaN if either is NaN.
+// min.NaN and max.NaN: NaN if x or y is NaN, else `otherwise`.
 template <class T>
 inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
-// f32 arithmetic replaces every NaN by the same one; f64 arithmetic keeps the bits of an input NaN.
+// For add, sub, mul, div and fma: f32 results have the same bits for every NaN, f64 results those of an input NaN.
 inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
 inline f64 one_nan(f64 x) { return x; }
 
-// Float to integer: NaN becomes 0, a value out of range the nearest limit.
+// Float to integer: NaN becomes 0, a value out of range becomes the nearest limit.
 template <class I, class F>
 inline I saturated(F x) {
   constexpr F low = static_cast<F>(std::numeric_limits<I>::min());
@@ -113,8 +113,7 @@ inline s32 dot_bytes(u32 x, u32 y, s32 sum) {
   return sum;
 }
 
-// a * b + c rounded down. The product of two floats is exact as a double; `error` is the rounding error of the sum (the
-// algorithm two-sum).
+// a * b + c rounded down. The product is exact in f64; `error` is the rounding error of the sum (two-sum algorithm).
 inline f32 fma_down(f32 a, f32 b, f32 c) {
   const f64 product = f64(a) * b, sum = product + c;
   const f64 of_c = sum - product, error = (product - (sum - of_c)) + (f64(c) - of_c);

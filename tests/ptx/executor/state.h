@@ -15,21 +15,22 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  u64* undefined = nullptr;  // at [offset / 64]; low 32 bits: lanes with undefined lower half, high: upper
-  u32 born = 0;              // lanes that exist: all 32, in the last warp of a block maybe fewer
+  // At [a register's offset / 64]. Low 32 bits: lanes with an undefined lower half; high 32 bits: with an upper one.
+  u64* undefined = nullptr;
+  u32 born = 0;              // lanes that exist: 32, in the last warp of a block possibly fewer
   u32 live = 0;              // lanes that have not exited
   u32 active = 0;            // lanes at pc
-  u32 blocked = 0;           // lanes blocked at a .sync instruction
+  u32 blocked = 0;           // lanes that wait at a .sync instruction
   u32 pc = 0;
   u32 next_other = ~0u;      // lowest pc of the lanes that are not active
-  u32 pcs[kLanes] = {};      // of the lanes that are not active
+  u32 pcs[kLanes] = {};      // pc of each lane that is not active
   Phase phase = Phase::ready;
   u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
   s64 reduction = -1;        // offset of bar.red's destination register, or -1
   char reduction_how = 0;    // o: or, a: and, p: count
   u32 reduction_value = 0;
-  std::vector<u32> clocks;   // vector clock: an entry for each warp, then for each mbarrier
-  std::vector<u32> fenced;   // by warp: a fence.proxy.async made its writes up to this clock visible
+  std::vector<u32> clocks;   // vector clock: an entry for each warp, then one for each mbarrier
+  std::vector<u32> fenced;   // by warp: clock up to which a fence.proxy.async made its writes visible
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
   Products products;
@@ -39,11 +40,13 @@ struct Warp {
   u32 met[kLanes] = {};      // by lane: mask of that bar.warp.sync
 };
 
-// The last accesses of one word of shared memory, of shared_grain bytes (types.h).
+// The last accesses to one word of shared memory, of shared_grain bytes (types.h).
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // writer >= number of warps: a bulk copy; lane 32: an atomic
-  u32 same = 0;              // warps that wrote the present value
+  u8 writer = 0, lane = 0;   // of the last write; writer >= number of warps: a bulk copy; lane 32: an atomic
+  u8 in_flight = 0;          // copies that may still be writing it
+  u8 mbarrier = 0;           // 1 if it belongs to an mbarrier in use
+  u32 same = 0;              // mask of the warps that wrote the present value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
   u32 writing_lanes = 0;     // lanes that wrote it in the last write's instruction
@@ -52,8 +55,8 @@ struct SharedWord {
   u8 reader = 0;
 };
 
-// The writes of one block that happened before a point of another block. Of warp k: those at clocks below clocks[k],
-// and at clock clocks[k] those by the lanes in the mask lanes[k].
+// The writes of one block that happened before some access of another block. Of warp k these are the writes at clocks
+// below clocks[k], and at clock clocks[k] those of the lanes in the mask lanes[k].
 struct Known {
   std::vector<u32> clocks, lanes;
 
@@ -75,23 +78,23 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<u8> shared, shared_defined;
   std::vector<SharedWord> words;
-  std::vector<u32> read_clocks;  // words x warps
+  std::vector<u32> read_clocks;  // (words, warps): clock of the warp's last read of the word
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
-  std::map<u32, Known> known;  // by other block: its writes that atomics order before this block's next accesses
+  std::map<u32, Known> known;    // by index of another block: its writes that atomics order before accesses here
 };
 
-// The last write of one word of global memory, of global_grain bytes, in this launch.
+// The last write of this launch to one word of global memory, of global_grain bytes (types.h).
 struct GlobalWord {
-  u32 block = 0;             // index + 1; 0: not written
+  u32 block = 0;             // index of the block + 1; 0: not written
   u16 warp = 0;
   u8 lane = 0, atomic = 0;
   u32 clock = 0;
-  u32 lanes = 0;  // lanes that wrote it in the last write's instruction
+  u32 lanes = 0;             // mask of the lanes that wrote it in the last write's instruction
   u64 step = 0;
 };
 
-// After an instruction a warp goes on at the following pc, at the pc that the instruction chose, or it leaves run_warp.
+// After an instruction a warp goes on at the next pc or at a pc that the instruction set, or run_warp returns.
 enum class Next { following, chosen, leave };
 
 struct Launch;
@@ -122,7 +125,7 @@ struct Launch {
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
-  // Stores an error of one lane, once per instruction and format. kMaxErrors errors end the launch.
+  // Reports an error of one lane; errors of equal instruction and format share a Finding. 1000 errors end the launch.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
@@ -130,7 +133,7 @@ struct Launch {
   u32 operand(const Record& record, u32 k) const { return program.operands[record.operands + k]; }
   bool seeded() const { return request.seed != 0; }
 
-  // An undefined value is an error only if it is used. Reports a use with the last origin of an undefined value.
+  // Reports that a stored value, a guard or an address is undefined, and the last instruction with an undefined result.
   void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
   void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
 
@@ -142,7 +145,7 @@ struct Launch {
   void end(Block& block);
   void report_deadlock(Block& block);
 
-  // shared.cpp: checks of one lane's access; false if it lies outside.
+  // shared.cpp: the may_ functions check one lane's access and return false if it is out of bounds.
   bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
   bool may_write_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool copy);
   void count_passes(const Record&, u32 mask, const u64* at, u32 size);
@@ -157,7 +160,7 @@ struct Launch {
   Mbarrier* find_mbarrier(Block&, Warp&, const Record&, u32 lane, u64 at);
   bool release_mbarriers(Block&);
 
-  // global.cpp: checks of one instruction's accesses; false if one lies outside.
+  // global.cpp: may_access_global checks the accesses of one instruction; it returns false if one is out of bounds.
   enum Access { kRead, kWrite, kAtomic };
   bool may_access_global(Block&, Warp&, const Record&, u32 mask, const u64* at, u32 size, Access);
   u32 unordered_reads(const Block&, const Warp&, u32 mask, const u64* at, u32 size) const;
@@ -165,7 +168,6 @@ struct Launch {
   int find_range(u64 at, u32 size, int hint) const;
 };
 
-// Operands of an instruction.
 template <class T>
 inline T* lanes_of(const Launch& launch, Warp& warp, const Record& record, u32 k) {
   return reinterpret_cast<T*>(warp.registers + launch.operand(record, k));
@@ -176,7 +178,7 @@ inline u32& predicate(const Launch& launch, Warp& warp, const Record& record, u3
 inline u64& undefined_lanes(const Launch& launch, Warp& warp, const Record& record, u32 k) {
   return warp.undefined[launch.operand(record, k) / 64];
 }
-// The lanes with an undefined half, set in both halves.
+// Sets both halves of the lanes that have an undefined half.
 inline u64 either(u64 halves) { return halves | (halves >> 32) | (halves << 32); }
 inline u64 both(u32 lanes) { return lanes | static_cast<u64>(lanes) << 32; }
 inline void set_undefined(u64& to, u64 value, u32 mask) {

@@ -1,4 +1,4 @@
-// The table of operations: the name, mostly that of PTX, and the function that executes the operation for a warp.
+// The table of operations: a name, mostly that of the PTX instruction, and the function that executes it for a warp.
 #pragma once
 
 #include <string>

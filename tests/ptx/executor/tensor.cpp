@@ -4,7 +4,7 @@
 
 namespace {
 
-// Operands: the destinations, then the address. elements: number of matrices; flag: transposed.
+// Operands: the destinations, then the address of a row. elements: number of matrices; flag: transposed.
 Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
@@ -38,7 +38,7 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   return next;
 }
 
-// Operands: the address, then the sources. Eight lanes give the addresses of a matrix's rows, as for ldmatrix.
+// Operands: the address of a row, then the sources. As for ldmatrix, lanes 8 q to 8 q + 7 have the rows of matrix q.
 Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
@@ -69,8 +69,8 @@ Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   return next;
 }
 
-// D = A B + C with A (16, K) in 4 registers, B (K, 8) in 2, C and D (16, 8) in 4; K is `depth`. An undefined element in
-// a row of A or a column of B makes that row or column of D undefined.
+// D = A B + C with A (16, K) in 4 registers, B (K, 8) in 2, C and D (16, 8) in 4; K is `depth`. An undefined element of
+// A or B makes its row or column of D undefined.
 struct Bf16 {
   static constexpr u32 depth = 16;
   static f32 value(u32 bits, u32 half) { return from_bf16(static_cast<u16>(half ? bits >> 16 : bits)); }

@@ -17,30 +17,29 @@ typedef double f64;
 constexpr u32 kLanes = 32;
 constexpr u32 kAll = 0xffffffffu;
 
-// One decoded instruction.
-struct Record {
+struct Record {  // a decoded instruction
   u16 op;         // index of the table of operations
   u8 negated;     // the guard predicate is negated
   u8 size;        // ld and st: bytes of an element; cp.async: bytes of a copy
   u8 width;       // ld and st: bytes of a register
-  u8 elements;    // elements of a vector; matrices (ldmatrix, stmatrix); others: see the operation
+  u8 elements;    // ld and st: elements of a vector; ldmatrix and stmatrix: matrices; others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
-  u8 count;       // number of operands
+  u8 count;
   s32 guard;      // offset of the predicate register, or -1
   u32 operands;   // index of the first operand
   s32 target;     // of a branch: index of an instruction
   u32 address;    // bytes of the address register: 4 or 8
-  s64 immediate;  // offset of an address; number of a barrier; groups that may stay in flight; columns of a wgmma
-  s64 second;     // offset of the second address; threads of a barrier
+  s64 immediate;  // offset of an address, number of a barrier, groups that may stay in flight, or columns of a wgmma
+  s64 second;     // offset of the second address, or threads of a barrier
 };
 
 // Counters of one instruction (Record) in a launch.
 struct Counters {
-  u64 runs;      // times that a warp executed it
+  u64 runs;      // executions by warps
   u64 lanes;     // lanes that took part
-  u64 requests;  // accesses of a warp to memory; of a branch: divergences
-  u64 sectors;   // global: sectors of 32 bytes; shared: passes over the banks
-  u64 ideal;     // the least `sectors` possible: no unused bytes in sectors, no bank conflicts
+  u64 requests;  // accesses of warps to memory; of a branch: divergences
+  u64 sectors;   // global memory: sectors of 32 bytes; shared memory: passes over the banks
+  u64 ideal;     // the value of `sectors` with no unused bytes in sectors and no bank conflicts
 };
 
 // Memory that a kernel may access.
@@ -50,11 +49,12 @@ struct Range {
   u8* written_sectors;  // the same for written sectors
 };
 
-// An error. Python adds the kernel's name and the lines.
+// Errors of one instruction and message; warp, lane, block and text are those of the first. Python adds the kernel's
+// name and the lines.
 struct Finding {
-  u32 pc, warp, lane, kind;  // errors of equal pc and kind (message) share a Finding: `times`
+  u32 pc, warp, lane, kind;  // kind: identifies the message; lane 32: the whole warp
   u32 block[3];
-  u32 times;
+  u32 times;  // number of errors
   char text[228];
 };
 
@@ -62,7 +62,7 @@ struct Program {
   const Record* records;
   u32 size;
   const u32* operands;   // offsets in a warp's registers
-  const u8* constants;   // copied to the front of the registers
+  const u8* constants;   // copied to the front of each warp's registers
   u32 constant_bytes, register_bytes;
   u32 special[16];       // offsets of the special registers, in the order of decode.py's SPECIAL
   u32 shared_grain;      // bytes of the smallest element of ld.shared and st.shared, at most 4
@@ -79,6 +79,6 @@ struct Request {
   Counters* counters;
   Finding* findings;
   // Results.
-  u64 steps, errors, barriers, blocks;  // steps: instructions of warps; barriers: arrivals of warps
+  u64 steps, errors, barriers, blocks;  // steps: instructions, counted by warps; barriers: arrivals of warps
   u32 finding_count, reserved;
 };

@@ -1,8 +1,8 @@
 // wgmma: products that the four warps of a warpgroup start together and wait for later.
 //
 // Descriptors give the places of the operands in shared memory. Each warp computes 16 of the 64 rows. The sums are
-// computed at once but stored at wgmma.wait_group; until then the accumulators are undefined, and the operands must not
-// be written.
+// computed at once, but stored in the accumulators at wgmma.wait_group. Until then the accumulators are undefined, and
+// the operands must not be overwritten.
 #include "numbers.h"
 #include "table.h"
 
@@ -10,9 +10,9 @@ namespace {
 
 constexpr u32 kMaxColumns = 256;
 
-// PTX ISA, "matrix descriptor": bits 0-13 address, 16-29 leading and 32-45 stride byte offset, all in units of 16
-// bytes; 49-51 base offset; 62-63 swizzle: 1 is 128 bytes, 2 is 64 and 3 is 32. `span`: bytes of the swizzle. known:
-// modelled here.
+// The matrix descriptor of the PTX ISA. Bits 0-13: address; 16-29: leading byte offset; 32-45: stride byte offset, all
+// three in units of 16 bytes; 49-51: base offset; 62-63: swizzle, 1 for 128 bytes, 2 for 64 and 3 for 32. span: bytes
+// of the swizzle. known: whether the executor models the descriptor (a swizzle, and no base offset).
 struct Descriptor {
   u32 start, leading, stride, span, row_chunks;
   bool known;
@@ -21,9 +21,9 @@ struct Descriptor {
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
-  // Address of 16 bytes. K-major: `line` is a row of A (column of B), `chunk` counts 16 bytes along K. Else `line` is
-  // an index of K, `chunk` counts 16 bytes along the rows. Swizzle of 8 lines of `span` bytes: the lowest 1, 2 or 3
-  // address bits from bit 7 up (for a span of 32, 64, 128) are XORed into those from bit 4 up.
+  // Address of the 16 bytes `chunk` of `line`. If k_major, a line is a row of A or a column of B, and its chunks follow
+  // each other along K. Else a line is an index of K, and its chunks follow each other along the rows of A or columns
+  // of B. The swizzle XORs address bits 7, 7-8 or 7-9 (for a span of 32, 64 or 128) into the bits from 4 on.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
     where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
@@ -44,8 +44,8 @@ struct Tf32 {  // the lower 13 bits are ignored
   static f32 value(u32 x) { return bits<f32>(x & 0xffffe000u); }
 };
 
-// Reads rows [first, first + rows) of A, or columns of B, each 32 bytes along K, and calls put(row, k, value) for each
-// element. bad: rows with unwritten bytes.
+// Reads the rows of A, or columns of B, from `first` to first + rows - 1, each 32 bytes along K, and calls
+// put(row - first, k, value) for each element. bad: marks rows with unwritten bytes, counted from `first` too.
 template <class Kind, class Put>
 bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
@@ -73,7 +73,7 @@ bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u
   return true;
 }
 
-// Whether the value is equal in all lanes; reports it if not.
+// Whether all lanes have the same value; reports an error if not.
 template <class T>
 bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values, const char* what) {
   for (u32 l = 1; l < kLanes; l++) {
@@ -84,7 +84,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warp's n-th wgmma equals the n-th of those warps of its warpgroup that issued theirs earlier.
+// Whether the warp's n-th wgmma equals the n-th wgmma of the warps of its warpgroup that issued it earlier.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps");
@@ -104,7 +104,7 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   return false;
 }
 
-// Row (of the warp's 16) and column of the sum in accumulator q of lane l.
+// Row (0 to 15) and column of the sum in accumulator q of lane l.
 u32 row_of(u32 l, u32 q) { return l / 4 + 8 * (q >> 1 & 1); }
 u32 column_of(u32 l, u32 q) { return 8 * (q / 4) + 2 * (l % 4) + (q & 1); }
 
@@ -140,8 +140,9 @@ void finish(Launch& launch, Block& b, Warp& w, const Record& r, const Product& p
   }
 }
 
-// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether to add to the accumulators.
-// immediate: N; elements: bit 0 if A is not K-major, bit 1 if B is not; flag: a wgmma.fence is missing.
+// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether to add to the accumulators. immediate:
+// N; elements: bit 0 is 1 if A is not K-major, bit 1 if B is not; flag: 1 if a wgmma.fence is missing
+// (forms_sm90.unfenced).
 template <class Kind>
 Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
@@ -219,7 +220,7 @@ Next fence(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
 
 }  // namespace
 
-// Ends the reads of the oldest groups of wgmma until at most `left` groups may still run.
+// Ends the reads of groups of wgmma, the oldest first, until at most `left` groups may still run.
 void Launch::retire(Block& b, Warp& w, size_t left) {
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (auto& groups = w.products.groups; groups.size() > left; groups.pop_front()) {
