@@ -88,7 +88,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
     if result.get("suite"):
         parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
     if result["not_measured"]:
-        parts += ["### Not run, and why", "\n".join(f"* {line}" for line in result["not_measured"])]
+        parts += ["### Not run, and remarks", "\n".join(f"* {line}" for line in result["not_measured"])]
     parts += ["### Ceilings of this machine", markdown(("setting", "what", "reached"), _ceilings(result["ceilings"]))]
     parts += [f"![{name}]({file})\n\n{CAPTIONS[name]}" for name, file in pictures.items()]
     curves = [row for entry in entries for row in _growth(entry)]

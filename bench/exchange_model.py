@@ -47,7 +47,7 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """Bytes that a rank sends for the experts' norms under `ExpertParallel`, with `tokens` tokens on every rank.
+    """Bytes that a rank sends for the experts' norms under `ExpertParallel()`, with `tokens` tokens on every rank.
 
     A rank sends to every other rank the number of its tokens, its tokens, and the norms that its experts computed for
     the tokens of that rank.

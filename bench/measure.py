@@ -33,7 +33,7 @@ Ceilings = dict[str, dict[str, float]]
 class Request:
     """Selects what is measured.
 
-    shapes: name of a set of shapes. routings: of these, the shapes with one of these routings, or without routing.
+    shapes: name of a set of shapes. routings: of that set, shapes with another routing are not measured.
     peers: parts of the names of peers; None: all.
     curves: also measure the set "scaling" of every operation: forward, in its first dtype, on the most threads.
     first: name of a set that is measured before `shapes`, in the narrowest dtype alone, since in float32 its jobs take
@@ -69,8 +69,9 @@ class Job:
 
 @dataclass
 class Found:
-    """Results of jobs: figures, points of the scaling curves, and lines with the reasons why others are left out.
+    """Results of jobs: figures and points of the scaling curves.
 
+    left_out: reasons why others are missing, and remarks on kernels that were measured, such as results that are off.
     failed: errors of kernels that passed the verification, by operation, backend and dtype.
     """
 
@@ -269,8 +270,7 @@ def _samples(
         sets = [first_inputs, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
         waiting = {name for name, call in bound.items() if timing.host_sync_error(call)}
         found.left_out += [
-            f"{job.op} by {name}: it waits for the GPU, so it was timed by launches, not in a CUDA graph"
-            for name in waiting
+            f"{job.op} by {name}: it waits for the GPU, so plain calls were timed, not a CUDA graph" for name in waiting
         ]
         launches = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(launches, len(sets), budget)

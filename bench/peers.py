@@ -63,7 +63,7 @@ def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[
 def available(
     op: str, entry: Entry, device: str, dtype: torch.dtype, wanted: Iterable[str] | None = None
 ) -> tuple[dict[str, Calls], dict[str, str]]:
-    """Calls of every peer of `op` by name, and the reasons why others are missing.
+    """Calls by name of the peers of `op` that can run here, and the reasons why others cannot.
 
     wanted: parts of names, such as "torch" or "pot"; None: all peers; empty: none.
     """

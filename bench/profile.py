@@ -26,7 +26,7 @@ CALLS = 10
 
 
 class Line(NamedTuple):
-    """One kernel: launches and microseconds a call, share of all kernels' time, and microseconds over the floor.
+    """One kernel: launches and microseconds a call, share of all kernels' time, and microseconds divided by the floor.
 
     On a CPU the profiler's wall clock includes the load of the machine. There `us` is the kernel's share of the time
     that the bench measured, and `launches` is None.

@@ -25,7 +25,7 @@ import torch
 from moe_kernels.verify import dtype_name
 
 SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, 100 times the cost of the clock
-FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS are enough once ten times the budget is spent
+FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS are for calls that spend the budget many times over
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Number of input sets, from 2 to 64. One call on each moves three times the size of L2, unless a limit is lower.
+    """Number of input sets, from 2 to 64: calls on all of them move three times the size of L2, if the limits allow it.
 
     bytes_per_call: least bytes of a call; limit: 4 GiB over all sets. held: allocated bytes of a set; limit: 16 GiB
     over all sets. There are two sets in any case.

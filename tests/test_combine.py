@@ -231,7 +231,7 @@ def test_every_number_of_16_bits(target, dtype):
     for weights, expected in ((None, rows), (third, (rows.float() * third).to(dtype))):
         y = mk.combine(rows, plan, weights, backend=target.backend)
         # Triton's interpreter truncates when it converts to bfloat16.
-        if not (target.interpreted and target.backend == "triton"):
+        if not (target.interpreted and target.backend == "triton" and dtype == torch.bfloat16):
             torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -45,13 +45,14 @@ INSTRUCTIONS = {
     r"tree_gate_fused .*": [r"HG?MMA", r"LDGSTS\.E\.BYPASS\.128", r"BAR\.SYNC", r"MUFU\.EX2"],
 }
 
-# As INSTRUCTIONS, but the code must not have them: winners and losers are read 16 bytes at a time.
+# As INSTRUCTIONS, but the code must not have them: loads of single elements, instead of 16 bytes at a time.
 UNWANTED = {
     rf"kwta_fwd_packed .* N={EVEN} .*": [r"LDG\.E\.U16"],
     rf"kwta_fwd float32: .* N={EVEN} .*": [r"LDG\.E$"],
 }
 
-# As INSTRUCTIONS, by architecture, for products in 16 bits: cp.async and mma.sync, or descriptors (TMA) and wgmma.
+# As INSTRUCTIONS, by architecture, for products in 16 bits. sm_80: cp.async and mma.sync. sm_90: wgmma with TMA, and
+# with cp.async for the weight gradient.
 SIXTEEN = r"b?float16: (?!.*=(50|70) ).*"
 PRODUCTS = {
     80: {rf"(grouped_gemm|expert_mlp)_\w+ {SIXTEEN}": [r"HMMA\.16816", r"LDGSTS.*\.128", r"LDSM"]},
@@ -71,8 +72,8 @@ SPILLED = {
 }
 
 
-# Most bytes that may spill under any version of Triton. Contraction of products into sums is off, since replicas of one
-# element would differ with it. Without contraction these kernels need more registers.
+# Most bytes that may spill under any version of Triton. These kernels need more registers because launch() forbids
+# fusing a product and a sum into one instruction.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,

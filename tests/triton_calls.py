@@ -59,6 +59,7 @@ def calls() -> Iterator[Call]:
     yield from _more("grouped_gemm", "training", BF16, "T=32 D=50 H=70 E=2 K=2", "T=512 D=64 H=64 E=2 K=2")
     yield from _more("grouped_gemm", "forward", FP16, "T=512 D=512 H=512 E=2 K=2")
     yield from _more(_GATED, "forward", FP32, "T=32 D=64 H=50 E=2 K=2")
+    yield from _more(_GATED, "forward", BF16, "T=32 D=64 H=256 E=2 K=2")
     yield from _more(_GATED, "training", FP32 + BF16, "T=32 D=64 H=256 E=2 K=2")
     yield from _more(_GATED, "training", BF16, *(f"T=512 D=64 H={hidden} E=2 K=2" for hidden in (50, 64, 512)))
     yield from _more("expert_norms", "forward", FP32, "T=64 D=64 H=64 E=2")

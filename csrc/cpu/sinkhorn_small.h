@@ -1,5 +1,5 @@
-// sinkhorn_scaled.h for n = 4, known at compile time: loops unroll, and vectors stay in registers. Two parts of a group
-// are computed together, so that their latencies overlap. A part has one matrix in each lane of a vector.
+// sinkhorn_scaled.h for n = 4, known at compile time, so that loops unroll. Two parts of a group are computed together, so
+// that their latencies overlap. A part has one matrix in each lane of a vector.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -84,7 +84,7 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
 }
 
 // As scaled_backward, but df is multiplied by u once, at the start. The iterations run forward for both parts together,
-// and back for one part after the other, so that h stays in registers.
+// and back for one part after the other, since h of both would not fit in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {

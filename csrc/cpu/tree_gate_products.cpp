@@ -40,7 +40,7 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on, or fewer if `rows` ends before, of c (rows, columns) = a b, or c += a b if `more`. b
-// (depth, kWidth) is packed. Rows of a may be gathered; if `gathered`, so may its columns, and a is prefetched.
+// (depth, kWidth) is packed. Rows of a and c may be gathered. If `gathered`, so are columns of a, which is prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
