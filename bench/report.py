@@ -28,15 +28,15 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> str:
-    """The ranges of `against_torch` over dtypes and shapes, from the newest result that has figures of this kernel."""
+    """The ranges of `against_torch` over dtypes and shapes, in the newest result that has this kernel."""
     key = ALIASES.get(op, op), backend
     for result in sorted(results, key=lambda each: each["date"], reverse=True):
         entries = [each for each in result["entries"] if (each["operation"], each["backend"]) == key]
         figures = [figure for each in entries if not ledger.is_stale(each, root) for figure in _first_setting(each)]
         ranges = {name: against_torch([each for each in figures if each["direction"] == name]) for name in DIRECTIONS}
         words = [f"{name} x {found}" for name, found in ranges.items() if found]
-        if words:
-            return ": " + ", ".join(words)
+        if entries:
+            return ": " + ", ".join(words) if words else ""
     return ""
 
 
@@ -160,7 +160,8 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
         ValueError: the table's markers are missing.
     """
     begin, end = "<!-- operations:begin -->\n", "<!-- operations:end -->"
-    if begin not in text or end not in text:
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
         raise ValueError(f"README has no section between {begin.strip()} and {end}")
-    before, rest = text.split(begin, 1)
-    return f"{before}{begin}{operations(results, root)}\n{end}{rest.split(end, 1)[1]}"
+    return f"{before}{begin}{operations(results, root)}\n{end}{after}"

@@ -215,6 +215,13 @@ def test_the_table_of_the_readme_is_rewritten_and_goes_out_of_date(tree: Path) -
     assert report.rendered(text, results, tree) != text
 
 
+def test_a_state_is_not_shown_with_the_ratio_of_another_device(tree: Path) -> None:
+    newer = result_of(tree, "cuda") | {"device": "Another GPU", "date": "2026-02-01"}
+    newer["entries"][0]["figures"] = []
+    table = report.operations([result_of(tree, "cuda"), newer], tree)
+    assert "| verified 2026-02-01 on Another GPU |" in table
+
+
 def test_a_readme_without_markers_is_an_error(tree: Path) -> None:
     with pytest.raises(ValueError, match="operations:begin"):
         report.rendered("# Title\n", [], tree)

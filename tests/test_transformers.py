@@ -378,25 +378,14 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_model_records_the_logits_of_a_router_for_its_balance_loss(compiled):
+def test_gates_of_zero_leave_the_gradient_of_router_logits_finite():
     from moe_kernels.nn import TopKGate
-    from moe_kernels.nn.policies import TokenChoice
 
-    model = model_of("mixtral")  # with output_router_logits
-    model.set_experts_implementation("moe_kernels")
-    for layer in model.model.layers:
-        layer.mlp.gate = mk_transformers.Router(TopKGate(32, 4, 2), TokenChoice())
-    if compiled:
-        model(ids())  # transformers installs its hooks under a lock, which Dynamo cannot trace
-    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    out = call(ids(), labels=ids())
-    assert [each.shape for each in out.router_logits] == [(48, 4)] * 2
-    assert all((each.softmax(-1) < 1e-30).sum() == 48 * 2 for each in out.router_logits)  # gates of 0
-    assert out.aux_loss.requires_grad
-    out.loss.backward()
-    assert all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
-    assert model(ids(), output_router_logits=False).router_logits is None
+    router = mk_transformers.Router(TopKGate(32, 4, 2))
+    logits, _, _ = router(torch.randn(10, 32))
+    assert ((logits.softmax(-1) < 1e-30).sum(-1) == 2).all()
+    logits.square().sum().backward()
+    assert all(each.grad.isfinite().all() for each in router.parameters())
 
 
 def test_the_block_of_a_router_compiles_alone():

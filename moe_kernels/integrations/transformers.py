@@ -32,7 +32,6 @@ from torch import Tensor, nn
 try:
     from transformers.activations import GELUActivation, SiLUActivation
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, _default_apply_gate
-    from transformers.utils.output_capturing import _active_collector
 except ImportError as error:
     raise ImportError(
         "moe_kernels.integrations.transformers needs transformers 5 with ExpertsInterface: "
@@ -128,8 +127,8 @@ class Router(nn.Module):
     sum to 1, the softmax of a balance loss in transformers returns the gates.
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
 
-    With output_router_logits=True a model records the logits, also for its balance loss, except where a block is
-    compiled by itself.
+    transformers records the logits of its own router classes alone, so a model with Routers needs
+    output_router_logits=False; a balance loss is then a regulariser of the gate.
     """
 
     def __init__(self, gate: Gate, policy: Any = None) -> None:
@@ -143,18 +142,7 @@ class Router(nn.Module):
         plan, weights = self.policy(out, self.training)
         index = torch.where(plan.slot_row >= 0, plan.slot_expert, plan.num_experts)
         logits = out.gates.clamp(min=torch.finfo(out.gates.dtype).tiny).log()
-        _record(logits)
         return logits, weights, index.long()
-
-
-def _record(logits: Tensor) -> None:
-    """Adds logits to the router_logits of a forward, as transformers' hooks on its own classes of routers do."""
-    # Dynamo cannot trace a ContextVar. transformers uses a global instead if the whole model is compiled.
-    if torch.compiler.is_compiling() and not _active_collector.compiling:
-        return
-    collected = _active_collector.get()
-    if collected is not None and "router_logits" in collected:
-        collected["router_logits"].append(logits)
 
 
 def _rows(
