@@ -35,6 +35,9 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
+# Operations that run kernels of other operations too.
+_CALLED = {"expert_mlp": ("combine", "plan"), "expert_norms": ("combine",)}
+
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new
 # operation changes it but no other kernel.
 _INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
@@ -56,15 +59,16 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the operation's file in moe_kernels/ops, the kernels' files, the headers that they include, and the
+    These are the operation's file in moe_kernels/ops, the files of its kernels and of those it calls, the headers that they include, and the
     modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also include the Python
     files that call the kernels and choose sizes; if these import another operation's file, also that operation's
     kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
-    left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
-    other = "_cuda" if backend == "cpu" else "_cpu"
+    names = {each for name in (op, *_CALLED.get(op, ())) for each in (name, file_of(backend, name))}
+    native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
+    left = [path for name in names for path in root.glob(_KERNELS[backend].format(op=name))]
     if backend in ("cpu", "cuda"):
-        left += [path for name in {op, file_of(backend, op)} for path in native.glob(f"{name}*.py")]
+        left += [path for name in names for path in native.glob(f"{name}*.py")]
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
         path = left.pop()

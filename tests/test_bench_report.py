@@ -272,3 +272,4 @@ def test_sources_are_found_in_every_folder():
     assert found == packages | {"moe_kernels/ops/tree_gate.py", kernels, "moe_kernels/backends/native/tree_gate.py"}
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
     assert ledger.ROOT / "moe_kernels/backends/triton/_rows.py" in ledger.sources("kwta", "triton")
+    assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("expert_mlp", "cuda")
