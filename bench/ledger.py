@@ -59,10 +59,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the operation's file in moe_kernels/ops, the files of its kernels and of those it calls, the headers that they include, and the
-    modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also include the Python
-    files that call the kernels and choose sizes; if these import another operation's file, also that operation's
-    kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
+    These are the operation's file in moe_kernels/ops, the files of its kernels and of those it calls, the headers that
+    they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also
+    include the Python files that call the kernels and choose sizes; if these import another operation's file, also that
+    operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
     names = {each for name in (op, *_CALLED.get(op, ())) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
