@@ -1,4 +1,4 @@
-"""Defects planted in the PTX of real kernels, which tests/ptx executes on the CPU: an error or wrong values show them."""
+"""Defects planted in the PTX of real kernels, which tests/ptx executes on the CPU: errors or wrong values show them."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads the others' sums. An atomic releases other threads' stores only after a barrier."""
+    """The last of three programs reads the others' sums. Without barriers an atomic releases one thread's stores."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")
