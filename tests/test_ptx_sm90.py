@@ -1,4 +1,4 @@
-"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: products with wgmma, bulk copies and mbarriers; others."""
+"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: wgmma, bulk copies, mbarriers, and other kernels."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
 
 
 def test_distillation_resumes_exactly(arguments, tmp_path):
-    """After an interruption after the split, a run continues with the same student, search and frozen teacher."""
+    """Interrupted after the split, a run continues with the same student, search and frozen teacher."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "8", "--model-dropout", "0.1", "--sides", "comet+")
     whole, broken = interrupted(lambda out: arguments("moebert", *words, "topk", "--out", str(tmp_path / out)), 12)
     assert whole == broken

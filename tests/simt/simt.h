@@ -4,7 +4,7 @@
 // Code that accesses a kernel's memory must be in this header, which is compiled with the sanitizers; simt.cpp is not.
 #pragma once
 
-// CUDA headers that were included earlier may have defined these macros; the headers below do not again.
+// CUDA headers that were included earlier may have defined these macros; the headers below do not repeat them.
 #undef __global__
 #undef __device__
 #undef __host__
