@@ -51,7 +51,6 @@ def test_balance_is_switch_and_gshard():
 
 
 def test_half_precision_is_summed_in_float32():
-    """A loss of bfloat16 inputs equals the loss of the same numbers in float32."""
     draws = torch.Generator().manual_seed(0)
     probs, logits, noisy = (torch.randn(500, 4, generator=draws).bfloat16() for _ in range(3))
     probs, experts = probs.softmax(-1), torch.randint(4, (500, 2), generator=draws)

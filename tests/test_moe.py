@@ -184,7 +184,6 @@ def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
 
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
-    """With rate 1 the y of MoE and of MultiGateMoE are 0 in training."""
     experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
     layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
     assert not layer(x).y.any()
@@ -216,7 +215,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in all tasks do not run
-    assert sparse.plan.num_rows == T  # a gate of two tasks counts once
+    assert sparse.plan.num_rows == T  # a gate that two tasks share counts once
     several = [gates[1], TopKGate(D, E, 1).double()]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -294,7 +293,6 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """NonzeroWeights skips experts of weight 0. Outputs and gradients are those of a policy that evaluates them."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():

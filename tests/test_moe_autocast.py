@@ -18,7 +18,6 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
-    """y has the bits that experts give in autocast's dtype. Plan and gate weights are those without autocast."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()), torch.randn(T, D, requires_grad=True)
     plain = layer(x)
@@ -60,7 +59,7 @@ def test_autocast_leaves_float64_as_it_is(make):
 
 
 def test_tasks_and_residuals_under_autocast():
-    """With pass_through, y has the common dtype of x and autocast. Outputs of MultiGateMoE have autocast's dtype."""
+    """With pass_through, y has the promoted dtype of x and autocast. Outputs of MultiGateMoE have autocast's dtype."""
     torch.manual_seed(0)
     gate, experts, x = TopKGate(D, E, 2), ExpertMLP(E, D, H), torch.randn(T, D)
     layer = MoE(gate, experts, TokenChoice(0.5), pass_through=True)

@@ -106,7 +106,6 @@ def test_layers_that_collect_compile_whole():
         return y.square().sum() + outputs.loss
 
     def around(x):
-        """Collects outputs outside of the compiled function."""
         with mnn.collect_outputs() as outputs:
             y = inner(x)
         assert len(outputs) == 2

@@ -58,7 +58,6 @@ def assert_same(plan: mk.RoutingPlan, expected: mk.RoutingPlan) -> None:
 
 
 def assert_consistent(plan: mk.RoutingPlan) -> None:
-    """Checks the properties that every plan has, with any policy."""
     offsets, used = plan.expert_offsets.tolist(), int(plan.expert_offsets[-1])
     assert offsets[0] == 0
     assert plan.kept.tolist() == [last - first for first, last in itertools.pairwise(offsets)]

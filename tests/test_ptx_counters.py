@@ -1,8 +1,5 @@
 """No counter (instructions, memory sectors, passes over shared memory's banks, barriers) of a call of ptx/golden.py
-exceeds its limit: the number in ptx_counters.json, plus 1 %, plus 4.
-
-After an intended increase:  PYTHONPATH=tests python -m ptx --update
-"""
+exceeds its limit: the number in ptx_counters.json, plus 1 %, plus 4."""
 
 from __future__ import annotations
 

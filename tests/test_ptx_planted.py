@@ -1,6 +1,4 @@
-"""Defects planted in the PTX of real kernels: tests/ptx, which executes PTX on the CPU, raises an error, or values are
-wrong.
-"""
+"""Defects planted in the PTX of real kernels, which tests/ptx executes on the CPU: errors or wrong values show them."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def gate(backend):
 
 
 def topk_gate_bwd(backend):
-    """The kernel stores 0 or a gradient for every expert, then overwrites those of the chosen ones."""
+    """The kernel stores 0 or a gradient for every expert, then overwrites the entries of the chosen ones."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weights, _ = mk.topk_gate(logits, 3, order="softmax_topk", backend=backend)
     return torch.autograd.grad(weights.square().sum(), logits)[0]
@@ -141,7 +139,7 @@ def test_every_deleted_barrier(name, backend):
     [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0), ("sinkhorn_log_bwd", 0), ("topk_gate_bwd", 0)],
 )
 def test_every_deleted_barrier_of_a_warp(name, needless):
-    """tests/ptx runs the lanes of a warp together: without the barrier values stay right, but the race check fails."""
+    """tests/ptx runs the lanes of a warp together: without a barrier, values stay right, but the race check raises."""
     with on("cuda"):
         expected, result = launched(name, "cuda")
         lines = plant.executed(result, r"bar\.warp\.sync")
@@ -153,7 +151,7 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads sums of the others. An atomic releases only stores before a barrier."""
+    """The last of three programs reads the others' sums. Without barriers an atomic releases one thread's stores."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")
@@ -221,7 +219,7 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Turns one xor at a time into an or. Some compute addresses of swizzled shared memory: at least one edit shows."""
+    """Turns one xor at a time into an or. Some compute swizzled addresses: at least one edit is found."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")
@@ -255,7 +253,7 @@ def test_lane_missing_from_a_mask(backend, name):
         assert lines
         kernel = result.kernel
         texts = {line: kernel.texts[kernel.lines.index(line)] for line in lines}
-        # Edits only the first and the last line with each opcode, as an edit takes half a second.
+        # Edits only the first and the last line with each opcode, to save time.
         opcodes = {line: re.sub(r"^@\S+\s+", "", text).split()[0] for line, text in texts.items()}
         last = {opcode: line for line, opcode in opcodes.items()}
         first = {opcode: line for line, opcode in reversed(opcodes.items())}

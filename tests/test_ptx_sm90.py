@@ -1,5 +1,4 @@
-"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: products with wgmma, bulk copies and mbarriers, and other
-kernels."""
+"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: wgmma, bulk copies, mbarriers, and other kernels."""
 
 from __future__ import annotations
 
@@ -189,7 +188,6 @@ def test_tree_gate_with_its_products():
 
 
 def everything_else():
-    """Results and gradients of topk_gate, make_plan, dispatch with combine, kwta and sinkhorn."""
     x = torch.randn(40, 64).requires_grad_()
     logits = torch.randn(40, 33).requires_grad_()
     weights, experts = mk.topk_gate(logits, 3, backend="triton")

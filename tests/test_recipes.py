@@ -95,7 +95,6 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, name):
-    """A model, loaded from its two files, predicts as a new run with its weights, with the reported test results."""
     args = arguments(name, "--check-steps", "0", "--out", str(tmp_path))
     assert train.run(args) == 0
     found = json.loads((tmp_path / "result.json").read_text())
@@ -145,7 +144,6 @@ def worst_expert(original, logits, k, order):
 
 
 def an_expert_too_large(original, x, weights, w_in, w_out, b_in, b_out, *rest):
-    """The output of expert 0 is 0.1 % too large."""
     scale = torch.ones(len(w_out), 1)
     scale[0] = 1.001
     return original(x, weights, w_in, w_out * scale[:, None], b_in, b_out * scale, *rest)
@@ -295,7 +293,7 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
 
 
 def test_distillation_resumes_exactly(arguments, tmp_path):
-    """After an interruption behind the split, a run continues with the same student, search and frozen teacher."""
+    """Interrupted after the split, a run continues with the same student, search and frozen teacher."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "8", "--model-dropout", "0.1", "--sides", "comet+")
     whole, broken = interrupted(lambda out: arguments("moebert", *words, "topk", "--out", str(tmp_path / out)), 12)
     assert whole == broken

@@ -44,7 +44,7 @@ def kwta() -> None:
 
 
 def products() -> None:
-    """Rows aligned to 16 bytes, to 4 bytes or to none; a product with more steps than the pipeline has stages."""
+    """Rows aligned to 16 bytes and unaligned ones; a product with more steps than the pipeline has stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -89,7 +89,7 @@ TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 
 
 
 def trees() -> None:
-    """Inputs are multiples of 1/8: sums are exact in any order. At gamma = 1 about a third of the nodes saturate."""
+    """Inputs are multiples of 1/8: sums are exact in any order."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {

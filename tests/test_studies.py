@@ -47,7 +47,7 @@ def test_similarities_are_those_of_the_network():
     x = torch.randn(2, 4, 7)
     masks, activations = study._similarities(network, x, 0.25)
     bits = [torch.cat(network.masks(each), -1).float() for each in x]
-    torch.testing.assert_close(masks, (bits[0] * bits[1]).sum(-1) / 9)  # three of twelve in every layer
+    torch.testing.assert_close(masks, (bits[0] * bits[1]).sum(-1) / 9)  # 9: three of twelve in each of three layers
     layers = []
     for each in x:
         h, found = each, []

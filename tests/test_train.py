@@ -62,7 +62,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
         last = run["rows"][-1]
         assert last["test accuracy"] > 0.9
         assert (last["neurons"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
-        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # no evaluation at step 0, as in the papers
+        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # no evaluation at step 0
         assert last["entropy"] is None  # JSON has no NaN
         assert any(
             row["side"] == run["side"] and row["step"] == "9" and float(row["test loss"]) == last["test loss"]
@@ -73,7 +73,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
     assert sparse["metric"] == pytest.approx([sum(accuracies) / 2, abs(accuracies[0] - accuracies[1]) / math.sqrt(2)])
     routing, output = 12 * 24 + 24 * 24 * 2, 24 * 3
     assert standard["flops"] == 2 * (routing + output)
-    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 * 24: selection of neurons; again: masks
+    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 * 24: selection of neurons; as many: masks
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -87,7 +87,6 @@ def test_the_seed_decides_every_number_but_the_time(arguments, tmp_path):
 
 
 def test_a_step_is_sgd_with_momentum_by_hand():
-    """Two steps of the dense model against updates by hand with autograd's gradients."""
     recipe = comet.Comet(sides=("standard",), width=(8,), lr=0.1, batch_size=48)
     points = blobs()
     run = Run(recipe, 0, Splits(points, points.train, points.test))
@@ -149,7 +148,7 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 
 @dataclasses.dataclass(frozen=True)
 class Edge(recipes.Recipe):
-    """A hidden ReLU layer, then that of two experts with the larger score.
+    """A hidden ReLU layer, then one of two experts: the one with the larger score.
 
     The arguments of the ReLUs are 0 for sample 0, both scores are equal for sample 1. `off` is added to the argument of
     neuron 0, `tie` to the score of expert 0, and the loss is multiplied by `scale`.
@@ -208,7 +207,6 @@ def test_agreement_check_allows_kinks_and_ties(monkeypatch, changed):
 
 @pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
 def test_agreement_check_catches_a_fault_beside_a_kink_and_a_tie(changed):
-    """A difference that is larger than rounding fails, also in a network with a kink and a tie."""
     found = edge(**changed)
     assert not found.passed
     assert found.steps[0].repeated == 2 * agreement.PAIRS

@@ -19,7 +19,6 @@ from moe_kernels.train.loop import Run, area_under_roc
 
 
 def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
-    """Two compared models (sides) and three keep fractions: six runs, a table of metric by fraction, and a picture."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ("--keep", "0.1", "0.5", "1", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
@@ -117,7 +116,6 @@ def test_area_under_roc_counts_pairs():
 
 
 def test_a_picture_draws_the_task_s_loss_and_names_the_rest(monkeypatch, tmp_path):
-    """The metric is a loss here, so the first axis shows the test loss."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))

@@ -55,7 +55,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Imports transformers (3.4 s) at the first test, not at collection."""
+    """Imports transformers, which is slow, at the first test, not at collection."""
     global transformers, moe, mk_transformers
     import transformers
     from transformers.integrations import moe
@@ -229,7 +229,6 @@ def test_without_gradients_errors_are_those_with_them(wrong):
 
 
 def test_every_flag_of_the_decorator():
-    """Every combination of the decorator's four flags against a loop over tokens and choices."""
 
     def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
         @moe.use_experts_implementation(

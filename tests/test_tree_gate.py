@@ -92,8 +92,7 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
     """gate_and_gradients of the reference with four orders of the columns of x and the weights.
 
-    Every order of a sum is valid, and processors use different ones. Near a node's clamp one order may have 20 times
-    the error of another.
+    Every order of a sum is valid, but near a node's clamp the errors of two orders may differ greatly.
     """
     found = []
     for _ in range(4):
@@ -232,7 +231,6 @@ def unsupported(target: Target, parity: str | None) -> str | None:
 
 
 def test_one_output_at_a_time(target):
-    """A loss of the gates alone, and one of the leaf probabilities alone, such as the entropy."""
     arguments = drawn(4, 6, 2, 6, device=target.device)
     for index in range(2):
         found = []
@@ -416,7 +414,6 @@ def test_compiles_whole_forward_and_backward():
         gates, probs = mk.tree_gate(**arguments, gamma=1.0)
         return gates[:, 0].sum() - (probs * (probs + 1e-6).log()).sum()
 
-    # The default backend of torch.compile would take 15 s for the code around the operations.
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5):
         arguments = {name: each.requires_grad_() for name, each in drawn(tokens, 4, 2, 5).items()}

@@ -144,8 +144,7 @@ def test_leaves_of_the_least_probability_that_counts(target, depth):
     split[..., 7] = 9.0 if depth == 5 else 0.0
     leaf[..., :2] = 0.0
     here = identity(split.to(target.device), leaf.to(target.device))
-    # GPU kernels sum weighted gradients before they scale. With 1e-5 the terms underflow: the gradient of a split is
-    # 0.03 instead of 0.
+    # GPU kernels sum weighted gradients before they scale: with 1e-5 the terms underflow.
     for size in (100.0, 1e-5) if target.backend == "cpu" else (100.0,):
         grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
         grads[0][0, :2] = size * torch.tensor([1.0, -0.5])

@@ -93,7 +93,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
 
 
 def test_gates_and_gradients_are_those_of_all_products():
-    """In float64, as near a clamp the rounding error of a product grows 2,000 times, too much for float32."""
+    """In float64, as near a clamp the rounding errors of products grow too much for float32."""
     for tokens, dim, trees, experts in SIZES:
         arguments = {name: each.double() for name, each in drawn(tokens, dim, trees, experts).items()}
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
@@ -167,7 +167,7 @@ def test_same_bits_whatever_the_threads_and_strides():
 
 
 def test_who_reaches_a_branch_is_read_where_it_stands():
-    """Backward passes a strided view of the pre-activations; a token that it missed would lose its gradient."""
+    """Backward passes a strided view of the pre-activations; a missed token would lose its gradient."""
     top = torch.randn(90, 2, 63)[:, :, :3]
     strided, own = (tree_gate_products_cpu._reached(cpu, each, GAMMA, 1.0) for each in (top, top.contiguous()))
     assert torch.equal(strided.offsets, own.offsets)

@@ -72,8 +72,8 @@ def test_route_by_hand(target):
 
 
 def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
-    """Two leaves have the largest probability, 27/32 * 5/32. A search first meets the one right of the root and left of
-    node 2; right of node 2 a leaf has an eighth of 27/32 * 27/32. The other, leaf 0, is left of the root and node 1."""
+    """Two leaves have the largest probability, 27/32 * 5/32. A search first meets the one below node 2
+    (right of the root), then leaf 0, which is left of the root and of node 1."""
     nodes = torch.zeros(31)
     nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
     for subtree in (3, 5):

@@ -1,6 +1,6 @@
 """The fuzzer: random calls of the operations, compared with the definitions.
 
-Calls use all CPU instruction sets of this machine; with --interpreted F a fraction F of them uses Triton's interpreter.
+Calls use all CPU instruction sets of this machine. With --interpreted F a fraction F uses Triton's interpreter.
 
     python -m tests.fuzz --minutes 10 --processes 2
     python -m tests.fuzz --case '{"op": "kwta", ...}'        repeats one case; every failure prints this command

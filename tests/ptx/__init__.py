@@ -11,16 +11,15 @@ The following raise a `PtxError` that names the kernel, PTX line, source line, b
 * an access outside of the launch's tensors, even to one byte, or a misaligned access;
 * a race in shared memory: between two warps with no barrier, between two lanes of a warp with no bar.warp.sync, or with
   a cp.async that may still be writing;
-* an operand of a wgmma that is overwritten, or an accumulator that is accessed, before the wait for the wgmma;
+* an operand of a wgmma that is overwritten, or an accumulator that is written, before the wait for the wgmma;
 * a missing wgmma.fence or fence.proxy.async; a bulk copy with no wait at its mbarrier; different wgmma in the warps of
   a warpgroup;
 * different values stored to one address by lanes of one instruction, or by threads with no synchronization between (not
   checked in extents of more than 1 GiB);
-* an undefined value that is stored to global memory, or decides a branch or an address. A value is undefined if it is
-  read from shared bytes that were never written, or from global memory that another thread wrote with no
-  synchronization between;
+* an undefined value that is stored to global memory, or decides a branch or an address: a value from unwritten shared
+  bytes, from an accumulator before the wait, or from global memory that another thread wrote with no synchronization;
 * a .sync instruction whose mask contains lanes that never execute it, or lacks a lane that does;
-* a barrier that some warps never reach; more instructions than `step_limit` (machine.Settings).
+* a barrier that some warps or lanes never reach; more instructions than `step_limit` (machine.Settings).
 
 text.py parses PTX; decode.py, forms.py and forms_sm90.py turn it into records; executor/ (C++, built once) executes the
 records; machine.py calls the executor. `python -m ptx` prints the counters of an operation's kernels.

@@ -1,7 +1,4 @@
-"""Counters of a launch: instructions by class, sectors and bytes of memory, bank conflicts, barriers.
-
-PTX instructions are counted. The machine code has 1.31 to 1.38 times as many for kwta, and 0.92 times for a GEMM.
-"""
+"""Counters of a launch: PTX instructions by class, sectors and bytes of memory, bank conflicts, barriers."""
 
 from __future__ import annotations
 

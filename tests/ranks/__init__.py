@@ -1,7 +1,7 @@
 """Runs checks on several ranks (processes) of one machine, with gloo.
 
-`Ranks` starts `python -m tests.ranks`. This process imports torch and then only forks the ranks, with one thread: so a
-fork is safe, and it takes 0.1 s. It reads lines "module check ranks arguments" and prints the errors of the ranks that
+`Ranks` starts `python -m tests.ranks`. This process imports torch and then only forks the ranks, with one thread, so
+that a fork is safe and fast. It reads lines "module check ranks arguments" and prints the errors of the ranks that
 failed, by rank, as JSON. Ranks run one check after another until one fails; each check of command.py gets new ranks.
 """
 
@@ -29,7 +29,7 @@ class Ranks:
         )
 
     def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
-        """Raises AssertionError with the tracebacks of failed ranks. The check gets str(arguments), without spaces."""
+        """Raises AssertionError with the tracebacks of failed ranks. Each argument becomes a str, without spaces."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")

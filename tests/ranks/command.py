@@ -120,7 +120,6 @@ def hangs(port: str, data: str, ended: str) -> None:
 
 
 def missing(port: str, data: str) -> None:
-    """If rank 1 does not start, rank 0 ends with status 3."""
     if os.environ["RANK"] == "1":
         return
     words = ["--data", data, *["--expert-parallel", "2", "--rank-timeout", "2"], *PLAIN]
@@ -130,7 +129,6 @@ def missing(port: str, data: str) -> None:
 
 
 def refused(port: str, data: str) -> None:
-    """A wrong --expert-parallel or number of experts, no --expert-parallel, or no torchrun: status 2 and the reason."""
     words = ["--data", data, *PLAIN]
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
     assert status == 2

@@ -154,7 +154,6 @@ def checkpointed_ties() -> None:
 
 
 def autocast() -> None:
-    """The output is bfloat16; the gradients of the experts' parameters stay float32."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = mlp()(mnn.TokenChoice(group=T // ranks))

@@ -147,7 +147,6 @@ def narrow_fsdp() -> None:
 
 
 def norm_of_one_process(kind: str) -> None:
-    """clip_grad_norm_ with several norms: the norm and the scaled gradients are those of one process."""
     mesh = mesh_of("2")
     for p in (2.0, 1.0, float("inf")):
         one = one_model(dist.get_world_size())
@@ -169,7 +168,6 @@ def norm_without_gradients() -> None:
 
 
 def save(folder: str, kind: str) -> None:
-    """Takes two steps, saves a checkpoint, and stores the losses of three more steps."""
     model, wrapped = WRAPPED[kind](mesh_of("2"))
     optimizer = adamw(model)
     train(wrapped, optimizer, 2, own_tokens())
@@ -202,7 +200,6 @@ def go_on(folder: str) -> None:
 
 
 def full_state() -> None:
-    """The full state dict of all ranks, loaded into one process, gives the same output."""
     mesh = mesh_of(str(dist.get_world_size()))
     model = sharded(mesh)
     state = {name: full(each) for name, each in model.state_dict().items()}
@@ -215,7 +212,6 @@ def full_state() -> None:
 
 
 def dimensions(ep: str) -> None:
-    """Every parameter keeps its name and its shape; a rank holds the values of E / ep of the E experts."""
     one, model = one_model(1), sharded(mesh_of(ep))
     for (name, a), (other, b) in zip(one.named_parameters(), model.named_parameters(), strict=True):
         assert name == other

@@ -156,7 +156,6 @@ def narrowed() -> None:
 
 
 def made_on_meta() -> None:
-    """A layer made on "meta" and sharded: to_empty and reset_parameters initialise all parameters."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
     fully_shard(layer)

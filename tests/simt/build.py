@@ -79,7 +79,7 @@ def unavailable() -> str | None:
     if not compiler():
         return "no g++"
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return "the executor needs x86-64 Linux"
+        return "not x86-64 Linux"
     return toolkit.find().missing
 
 

@@ -1,11 +1,10 @@
 // CUDA C++ on the host: with this header a C++ compiler compiles a .cu file, and simt.cpp runs it. Each CUDA thread is a
-// fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective). Races are not found here,
-// but in tests/ptx.
+// fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective).
 //
 // Code that accesses a kernel's memory must be in this header, which is compiled with the sanitizers; simt.cpp is not.
 #pragma once
 
-// CUDA headers that were included earlier may have defined these macros. Those below do not define them again.
+// CUDA headers that were included earlier may have defined these macros; the headers below do not repeat them.
 #undef __global__
 #undef __device__
 #undef __host__

@@ -41,7 +41,7 @@ struct Agreement {
   u64 first = 0, issued[4] = {};  // first: number of calls[0]; issued: number of wgmma that each warp has issued
 };
 
-// A barrier in shared memory. A phase is complete when all its arrivals and all its bytes have arrived.
+// A barrier in shared memory. A phase is complete after all its arrivals and all its bytes.
 struct Mbarrier {
   u32 slot = 0;                   // index of its entry in Warp::clocks
   u32 expected = 0, pending = 0;  // arrivals of a phase; those that are still missing

@@ -99,7 +99,6 @@ Next proxy_fence(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// cvta.param: the generic address of a parameter.
 Next parameter_address(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   u64* to = lanes_of<u64>(launch, w, r, 0);
   const u64* from = lanes_of<const u64>(launch, w, r, 1);

@@ -49,7 +49,7 @@ inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
-// For add, sub, mul, div and fma: f32 results have the same bits for every NaN, f64 results those of an input NaN.
+// For add, sub, mul, div and fma: every NaN result in f32 has the same bits.
 inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
 inline f64 one_nan(f64 x) { return x; }
 

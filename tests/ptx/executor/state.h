@@ -15,7 +15,7 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  // At [a register's offset / 64]. Low 32 bits: lanes with an undefined lower half; high 32 bits: with an upper one.
+  // At [a register's offset / 64]: lanes with an undefined lower half (low 32 bits) or upper half (high 32 bits).
   u64* undefined = nullptr;
   u32 born = 0;              // lanes that exist: 32, in the last warp of a block possibly fewer
   u32 live = 0;              // lanes that have not exited

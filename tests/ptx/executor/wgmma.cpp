@@ -87,7 +87,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
 // Whether the warp's n-th wgmma equals the n-th wgmma of the warps of its warpgroup that issued it earlier.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
-    launch.report(b, w, &r, 0, "a wgmma by fewer than four warps");
+    launch.report(b, w, &r, 0, "a wgmma by fewer than four warps of 32 lanes");
     return false;
   }
   Agreement& group = b.agreements[w.id / 4];
