@@ -26,7 +26,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x with three `fill` after each row. Rows of 16 i bytes then do not all start at multiples of 16."""
+    """A copy of x with three `fill` after each row: rows of a multiple of 16 bytes lose their alignment to 16 bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
