@@ -50,9 +50,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
 
 
-# Registry
-
-
 @pytest.mark.parametrize(
     ("dtype", "forward", "backward"),
     [(torch.float32, 2 * 4 * 100 * 4, 2 * 4 * 100 * 4 + 4 * 4 * 4), (torch.bfloat16, 1600, 1600 + 64)],
@@ -85,9 +82,6 @@ def test_kernels_and_peers_compute_the_same(op: str, direction: str) -> None:
         for got, expected in zip(measure.tensors_of(output), ours, strict=True):
             tolerance = 1e-5 if expected.is_floating_point() else 0  # sums in another order
             assert relative_error(got, expected) <= tolerance, name
-
-
-# Timing
 
 
 class Clock:
@@ -186,9 +180,6 @@ def test_telemetry_gives_medians_reasons_and_energy_a_call(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.missing() == "nvidia-ml-py is not installed"
     assert nvml.watch(lambda: None, 1, 0.0) == {}
-
-
-# Rejections
 
 
 def test_only_correct_kernels_are_measured() -> None:
@@ -355,9 +346,6 @@ def test_a_scaling_curve_varies_one_size_over_two_decades(op: str) -> None:
     sizes = [shape[varying[0]] for shape in shapes]
     assert sizes == sorted(sizes)
     assert sizes[-1] / sizes[0] >= 100
-
-
-# Peers
 
 
 def test_a_peer_is_one_function_and_is_reported_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
