@@ -1,7 +1,6 @@
-"""Fixture `target`: runs a test on every backend that has kernels.
+"""Fixture `target`: runs a test once for each instruction set of the CPU kernels, once for Triton and once for CUDA.
 
-A test that takes `target` runs once for every instruction set of the CPU that has kernels, once for Triton and once for
-CUDA. Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. With
+Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. With
 TRITON_INTERPRET=1 instead, Triton's interpreter runs Triton's kernels, and tests/simt runs the CUDA sources.
 """
 
@@ -16,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# OpenMP threads that wait sleep instead of spinning, so other pytest workers can use the core. A training test then
-# takes a third of the processor time.
+# Waiting OpenMP threads then sleep instead of spinning, which leaves the core to other pytest workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -40,8 +38,7 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# Compilers make many long-lived objects. With the default thresholds garbage collection takes a seventh of the time of
-# test_compile.py.
+# With the default thresholds, garbage collection takes a seventh of the time of test_compile.py.
 gc.set_threshold(100_000, 20, 20)
 
 

@@ -14,10 +14,8 @@ PROT_NONE = 0
 
 
 def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x inside a tensor that holds `fill` on all sides of x's last two dimensions.
-
-    Rows of elements of 2, 4 or 8 bytes start at multiples of 16 bytes, whatever the length of a row.
-    """
+    """A copy of x inside a tensor that holds `fill` on all sides of x's last two dimensions. Rows of elements of 2, 4
+    or 8 bytes start at multiples of 16 bytes, whatever the length of a row."""
     rows, columns = x.shape[-2:]
     whole = x.new_full((*x.shape[:-2], rows + 6, columns // 8 * 8 + 24), fill)
     view = whole[..., 3 : 3 + rows, 8 : 8 + columns]
@@ -26,7 +24,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x with three `fill` after each row. Rows of 16 i bytes then do not all start at multiples of 16."""
+    """A copy of x with three `fill` after each row: rows of a multiple of 16 bytes lose their alignment to 16 bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -55,11 +53,8 @@ def gapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory.
-
-    With the default strides, a row's index and its stride each fit int32. From row 2 on their product does not; from
-    row 16 on not even in units of 8 elements. A product that wraps leads to another row, or outside of the tensor.
-    """
+    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory. The
+    product of a row's index and 2^30 exceeds int32 from row 2 on; in units of 8 elements, from row 16 on."""
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     bytes_ = (last + 1) * x.element_size()

@@ -15,7 +15,7 @@ from moe_kernels.train.loop import Run
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, wrong: Callable[..., object]) -> None:
-    """Replaces a CPU kernel: its calls become wrong(kernel, *arguments)."""
+    """Replaces a CPU kernel: its calls become wrong(original, *arguments)."""
     monkeypatch.setattr(cpu, kernel, partial(wrong, getattr(cpu, kernel)))
 
 

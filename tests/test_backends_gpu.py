@@ -45,7 +45,7 @@ def test_a_driver_older_than_the_toolkit_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks a GPU on which only `state.backend` is available, and the CUDA module, but no kernels."""
+    """Mocks the CUDA module, without kernels, and a GPU whose only GPU backend is `state.backend`."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
@@ -122,7 +122,6 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
 def test_a_size_that_no_kernel_takes_is_computed_by_the_reference(target, monkeypatch):
-    """The CUDA kernel takes at most 4096 experts. With 4097 the automatic choice is the reference."""
     monkeypatch.setitem(backends.AUTOMATIC, "cpu", ("cuda", "reference"))
     with running(target):
         x, split, leaf = (torch.randn(shape, device=target.device) for shape in ((2, 3), (1, 4096, 3), (1, 4097, 3)))

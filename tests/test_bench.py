@@ -1,4 +1,4 @@
-"""python -m bench: its arithmetic, timing, peers and rejections. No result here depends on a measured time."""
+"""python -m bench: its arithmetic, timing, peers and rejections."""
 
 from __future__ import annotations
 
@@ -50,9 +50,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
 
 
-# Registry
-
-
 @pytest.mark.parametrize(
     ("dtype", "forward", "backward"),
     [(torch.float32, 2 * 4 * 100 * 4, 2 * 4 * 100 * 4 + 4 * 4 * 4), (torch.bfloat16, 1600, 1600 + 64)],
@@ -83,11 +80,8 @@ def test_kernels_and_peers_compute_the_same(op: str, direction: str) -> None:
     ours = measure.tensors_of(entry.kernel("cpu")[direction](inputs))
     for name, output in outputs.items():
         for got, expected in zip(measure.tensors_of(output), ours, strict=True):
-            tolerance = 1e-5 if expected.is_floating_point() else 0  # sums of up to 4096 terms, in another order
+            tolerance = 1e-5 if expected.is_floating_point() else 0  # sums in another order
             assert relative_error(got, expected) <= tolerance, name
-
-
-# Timing
 
 
 class Clock:
@@ -188,9 +182,6 @@ def test_telemetry_gives_medians_reasons_and_energy_a_call(monkeypatch: pytest.M
     assert nvml.watch(lambda: None, 1, 0.0) == {}
 
 
-# Rejections
-
-
 def test_only_correct_kernels_are_measured() -> None:
     rows = [
         ROW,
@@ -225,7 +216,7 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert entry["figures"][2]["peak_mib"] > 0
     text = (tmp_path / "report.md").read_text()
     assert "| kwta | cpu | float32 | forward | R=4 N=100 p=0.5 | 1 thread |" in text
-    assert "| kwta | cpu | float32 | 1 thread | R=4 N=10 p=0.5 | R=4 N=1000 p=0.5 |" in text  # growth
+    assert "| kwta | cpu | float32 | 1 thread | R=4 N=10 p=0.5 | R=4 N=1000 p=0.5 |" in text
     pictures = sorted(tmp_path.glob("*.png"))
     assert [path.stem.rsplit("-", 1)[1] for path in pictures] == ["load", "peers", "roofline", "scaling"]
     assert all(f"({path.name})" in text and path.read_bytes().startswith(b"\x89PNG") for path in pictures)
@@ -355,9 +346,6 @@ def test_a_scaling_curve_varies_one_size_over_two_decades(op: str) -> None:
     sizes = [shape[varying[0]] for shape in shapes]
     assert sizes == sorted(sizes)
     assert sizes[-1] / sizes[0] >= 100
-
-
-# Peers
 
 
 def test_a_peer_is_one_function_and_is_reported_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:

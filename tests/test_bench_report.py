@@ -232,9 +232,6 @@ def test_readme_of_this_checkout_is_up_to_date() -> None:
     assert report.rendered(text, ledger.read()) == text, "run python -m bench report --readme"
 
 
-# What a run prints
-
-
 def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, monkeypatch) -> None:
     result = result_of(tree, "cpu", gpu=False)
     (entry,) = result["entries"]

@@ -104,10 +104,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """Training lowers the bits per masked token of a text with 12 different tokens. The checkpoint is untrained.
-
-    Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits.
-    """
+    """The mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
         lr=0.01, distill=0.01, batch_size=16, windows=8,
@@ -228,7 +225,7 @@ def test_masked_tokens(checkpoint, text):
 
 
 def test_windows_of_tokens(checkpoint):
-    """Windows cross lines. Unknown words become [UNK]; bytes that are not UTF-8 and a part of a window are left out."""
+    """Windows cross lines. Unknown words become [UNK]; bytes that are not UTF-8 and incomplete windows are left out."""
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)

@@ -28,7 +28,6 @@ def bound(exact, size, dtype):
 
 
 def results(backend, plan, rows, weights, grad):
-    """y, and the gradients to rows and weights."""
     leaves = [each.detach().requires_grad_() for each in (rows, weights)]
     y = mk.combine(leaves[0], plan, leaves[1], backend=backend)
     return y.detach(), *torch.autograd.grad(y, leaves, grad)

@@ -62,7 +62,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """14 training steps, whose number a layer counts on the host, stay below torch's limit of 8 recompilations."""
+    """In 14 training steps, which a layer counts on the host, torch recompiles less often than its limit of 8."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()

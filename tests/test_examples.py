@@ -19,7 +19,6 @@ NAMES = {"torch": torch, "mk": mk, **{name: getattr(nn, name) for name in nn.__a
 
 
 def public() -> dict[str, Any]:
-    """The public functions and classes of moe_kernels, by name."""
     found = {f"mk.{name}": getattr(mk, name) for name in mk.__all__}
     found |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__}
     for module in (convert, schedules):

@@ -52,7 +52,7 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
 
 # float16 has only two cases, with biases and gated without biases, because it runs the code of bfloat16.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# Triton compiles three kernels for each activation and dtype, so it runs most kinds of plan in one dtype, two in two.
+# Triton compiles three kernels for each activation and dtype, so each kind of plan has only one or two dtypes.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -215,8 +215,7 @@ def test_float32_gates_weigh_bfloat16_experts(target):
 
 
 def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
-    """Both experts compute relu(x). bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and does not have
-    the number (1 + 2^-7)^2."""
+    """bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and does not have the number (1 + 2^-7)^2."""
     plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
     x = torch.zeros(1, 16, dtype=torch.bfloat16, device=target.device)
     x[0, 0] = 1 + 2**-7
@@ -270,7 +269,7 @@ def test_flops_are_counted():
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
     moving = 2 * rows * 10 + rows * 14  # combine in forward, and in backward the sum of rows to the gradient of x
     bias = 2 * rows * 10  # the gradient to b_out; the term of b_out in the gradient to the gate weights takes as much
-    least = 3 * products + moving + bias  # also without a gradient to w_out: the kernel of b_out's computes both
+    least = 3 * products + moving + bias  # also if w_out is frozen: one kernel computes its gradient and b_out's
     assert counted == [least + bias, least, least]
 
 

@@ -160,7 +160,6 @@ def test_gradients_of_experts_are_added_up_in_float32(backend):
 
 
 def test_the_outputs_are_never_stored():
-    """Peak memory at T = 4096, E = 16, D = H = 352 is below a fifth of the (T, E, D) outputs."""
     tokens, experts, dim = 4096, 16, 352
     leaves = leaves_of(torch.float32, "cpu", "relu", tokens, experts, dim, dim, dim)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

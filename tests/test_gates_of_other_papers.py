@@ -188,8 +188,7 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """With x the sum of input and attention, and alpha the gate's weight, a block computes x + alpha FF(LN(x)). For a
-    dropped token its output is x."""
+    """With a = `attended` and the gate's weight alpha, a block computes a + alpha FF(LN(a)), for a dropped token a."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)

@@ -70,12 +70,10 @@ def finest(target, op=OP):
 
 
 def judge(target, dtype, got, reference, truth, floor=1.0):
-    """Asserts that errors are at most twice those of the reference in the same dtype, plus `floor` epsilons.
-
-    Errors are relative to the largest value. float32: at least 4 epsilons, since a sum term by term is less exact than
-    the reference's sum by blocks. float64: twice `floor`, since `truth` is rounded too. bfloat16, if sources run
-    instead of PTX: twice the epsilon, since Triton's interpreter truncates.
-    """
+    """Asserts that errors, relative to the largest value, are at most twice those of the reference in the same dtype,
+    plus `floor` epsilons. float32: at least 4 epsilons, since a sum term by term is less exact than the reference's sum
+    by blocks. float64: twice `floor`, since `truth` is rounded too. bfloat16, if sources run instead of PTX: twice the
+    epsilon, since Triton's interpreter truncates."""
     floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
     assert got.keys() == reference.keys() == truth.keys()

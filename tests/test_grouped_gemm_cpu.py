@@ -161,11 +161,8 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
-    """A read of the page behind an operand ends the process.
-
-    C++ multiplies a panel of columns at a time, 64 with AVX-512. It reads half a panel in place for up to 96 rows, but
-    for at most 24 if rows of the weight are more than 2 KB apart, as for the last 32 of 544 columns.
-    """
+    """A read of the page behind an operand ends the process. With AVX-512, C++ reads half a panel, 32 columns, in place
+    for up to 96 rows, or up to 24 if rows of the weight are more than 2 KB apart, as with 544 columns."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, 3, 3, 153, 203], dtype=torch.int32)

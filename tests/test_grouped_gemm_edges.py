@@ -169,13 +169,8 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """Results are those of contiguous operands.
-
-    all: rows of x, weights, b_in, b_out and the gradient of y are padded. gradient: rows of the gradient are padded.
-    aligned gradient: rows of the gradient start at multiples of 16 bytes; on CUDA (bfloat16) the second row of b_out,
-    of 12 elements, does not. far apart: rows of x and the gradient are. contiguous: b_in and b_out are contiguous, but
-    start at no multiple of 16 bytes.
-    """
+    """Results are those of contiguous operands. aligned gradient: rows of the gradient start at multiples of 16 bytes;
+    on CUDA (bfloat16) the second row of b_out, of 12 elements, does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]

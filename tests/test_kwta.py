@@ -48,7 +48,7 @@ ROWS = {
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # many ties, also with the k-th largest element
     "constant": lambda n: torch.full((n,), 0.3),  # 0 < k < n: "strict" keeps nothing, "all" everything
     "relu": lambda n: torch.randn(n).relu(),  # about half the row is 0
-    "sorted": lambda n: torch.arange(n).float() - n / 2,  # the mean of the first elements is far off
+    "sorted": lambda n: torch.arange(n).float() - n / 2,
     "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # the threshold of a normal distribution is far off
     "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
     "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
@@ -333,7 +333,7 @@ def test_bits_of_another_shape_or_dtype_are_refused():
 
 
 def test_a_row_longer_than_a_grid_covers_at_once(target):
-    """The backward launches at most 1024 blocks for a row, of 8192 elements at a time: here each takes two parts."""
+    """The backward launches at most 1024 blocks for a row. Here each block takes two parts of 8192 elements."""
     if target.backend != "cuda":
         pytest.skip("only the CUDA kernel limits the number of blocks")
     n = 2**24 + 1

@@ -62,8 +62,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # Sizes in `ruled` have the tie rule TIES[n % 3], the others "index". Triton compiles a kernel for each rule,
-        # which takes longest in 16 bits.
+        # Triton compiles a kernel for each tie rule, which takes longest in 16 bits.
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
@@ -77,7 +76,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
-    """Of equal elements the first k win: those before the first whole vector, in whole vectors, behind the last one."""
+    """Of equal elements the first k win, inside and outside of whole vectors."""
     if target.compiles and dtype == torch.float16 and n != 45:
         pytest.skip("Triton's code for float16 differs from bfloat16's only in constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)

@@ -1,5 +1,4 @@
-"""Launches of CUDA kernels: the next launch does not report an error again, the limit of shared memory is the device's,
-and other Python threads run during a launch."""
+"""Launches of CUDA kernels: errors of earlier launches, limits of shared memory, and Python threads during a launch."""
 
 from __future__ import annotations
 

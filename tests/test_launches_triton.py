@@ -155,7 +155,6 @@ def policies() -> None:
 
 
 def layers(dtype: torch.dtype) -> None:
-    """Training steps of a layer of experts, each with a random number of tokens."""
     import moe_kernels as mk
     from moe_kernels.nn import ExpertMLP, MoE, TopKGate
 
