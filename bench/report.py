@@ -28,7 +28,7 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> str:
-    """The ranges of `against_torch` over dtypes and shapes, from the newest result that has figures of this kernel."""
+    """The ranges of `against_torch` over dtypes and shapes, from the newest result that gives any."""
     key = ALIASES.get(op, op), backend
     for result in sorted(results, key=lambda each: each["date"], reverse=True):
         entries = [each for each in result["entries"] if (each["operation"], each["backend"]) == key]

@@ -37,7 +37,6 @@ class History:
 
     @property
     def result(self) -> Row:
-        """The evaluation to report."""
         return self.rows[self.chosen]
 
 
@@ -158,10 +157,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """Draws metric and task's training loss of every side by step, means with the range over the seeds.
-
-    Names the regularisers. False without matplotlib.
-    """
+    """Draws metric and task's training loss by side and step, with ranges over seeds; False without matplotlib."""
     final = [each for each in histories if each.stage == "final"]
     has_task_loss = any(name in row for each in final for row in each.rows for name in ("task", "text"))
     training = "training loss of the task" if has_task_loss else "training loss"
