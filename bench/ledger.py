@@ -112,7 +112,6 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry as JSON, with a line for each figure."""
     facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"

@@ -280,7 +280,6 @@ def settings(options: Mapping[str, Any]) -> str:
 
 
 def _scale(comparison: Comparison) -> str:
-    """One line: the samples that a run uses, and the length of the run."""
     recipe, data = comparison.recipe, comparison.data
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)

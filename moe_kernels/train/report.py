@@ -59,7 +59,6 @@ class Summary:
 
 
 def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
-    """A summary of the final runs of each side."""
     found = []
     for side in dict.fromkeys(each.side for each in histories):
         runs = [each for each in histories if each.side == side and each.stage == "final"]
@@ -135,7 +134,6 @@ def legend(summaries: Sequence[Summary]) -> str:
 
 
 def log(histories: Sequence[History]) -> str:
-    """Every evaluation of every run, as CSV."""
     lines = [
         (each, row | {f"loss: {name}": value for name, value in terms.items()})
         for each in histories
