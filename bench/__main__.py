@@ -140,7 +140,7 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # the build and the report take more
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # build and report come on top
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")

@@ -1,7 +1,6 @@
-"""Checks of `python -m bench verify` and `gpu`: repeated results, host waits, compute-sanitizer and the test suite.
+"""The bench's checks: values, repeated results, host waits, compute-sanitizer and the test suite.
 
-The result of a check is "ok", "FAILED: ..." or "not run: ...". `verify_all` compares values, with a
-process for each kernel and dtype.
+`verify_all` returns Rows for the values; other checks return "ok", "FAILED: ..." or "not run: ...".
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 # The kernels are compared with PyTorch, whose own kernels (namespace at::native) need no check.
 WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
-# If compute-sanitizer fails on this program, it cannot run here.
 PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
 # Names for pytest -k if time is limited: tests of Triton or CUDA kernels, without those that only compile.
@@ -151,7 +149,6 @@ def verify_all(
     """Verifies operations on backends in every dtype; returns rows with their `kernel_checks` (empty if `small`).
 
     Each operation, backend and dtype has its own process, since after a fault on a GPU later calls of a process fail.
-    There are as many processes at a time as cores: Triton compiles some 1170 kernels, in 0.3 to 1 s each.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -241,7 +238,6 @@ def run_captured(command: Iterable[str], seconds: float | None = None, **variabl
 
 
 def append_log(log: Path | None, title: str, text: str) -> None:
-    """Appends a command's output to the log, if there is one."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:  # one write, since several threads append
@@ -249,7 +245,6 @@ def append_log(log: Path | None, title: str, text: str) -> None:
 
 
 def cores() -> int:
-    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

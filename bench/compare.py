@@ -25,7 +25,6 @@ class Change(NamedTuple):
 
 
 def changes(before: Result, after: Result) -> list[Change]:
-    """Changes of all calls that both results have, the greatest slowdown first."""
     old, found = dict(_figures(before)), []
     for key, new in _figures(after):
         if key in old:
@@ -38,7 +37,6 @@ def changes(before: Result, after: Result) -> list[Change]:
 
 
 def _relative_times(figure: dict[str, Any]) -> dict[str, float]:
-    """A call's time by unit: microseconds on a GPU; on a CPU the times of a memcpy and of each peer."""
     if figure["setting"] == "cuda":
         return {"us": figure["us"]}
     return {"memcpy": figure["over_memcpy"], **{name: 1 / ratio for name, ratio in figure["peers"].items()}}

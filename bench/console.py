@@ -28,7 +28,6 @@ def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tu
 
 
 def progress() -> Progress:
-    """A bar that disappears at the end; without a terminal it prints nothing."""
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -239,7 +239,6 @@ def _launch(result: Any) -> dict[str, Any]:
 
 
 def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
-    """Counts of every case, backend, dtype and direction that the kernels support."""
     from moe_kernels import backends as choice
 
     with executor() as session:
@@ -275,7 +274,6 @@ def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def write(counts: list[dict[str, Any]], root: Path = ledger.ROOT) -> Path:
-    """Writes the counts, one line each."""
     path = root / COUNTS
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(each) for each in counts) + "\n]\n")
@@ -283,7 +281,6 @@ def write(counts: list[dict[str, Any]], root: Path = ledger.ROOT) -> Path:
 
 
 def read(root: Path = ledger.ROOT) -> list[dict[str, Any]]:
-    """The stored counts; an empty list if there are none."""
     path = root / COUNTS
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return found

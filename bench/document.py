@@ -146,7 +146,6 @@ def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _cell(value: Any) -> str:
-    """A value as text; a dictionary as its names and values."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -70,8 +70,6 @@ def entry(
 
 
 def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], grad: str) -> Calls:
-    """Calls by direction: forward without autograd and, if there are leaves, training."""
-
     def infer(inputs: Inputs) -> object:
         with torch.no_grad():
             return forward(inputs)

@@ -51,8 +51,7 @@ class Size:
 class Line:
     """Median seconds of a forward pass and of a training step (forward and backward).
 
-    sent: bytes that rank 0 sends in a training step. predicted: the same by bench/exchange_model.py; None if that has
-    no model of the contender.
+    sent: bytes that rank 0 sends in a training step. predicted: those of bench/exchange_model.py, if it has them.
     """
 
     ranks: int

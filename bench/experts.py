@@ -105,7 +105,7 @@ def _norms(inputs: Inputs, backend: str) -> Tensor:
 
 
 def _entry(forward: Any, peers: dict[str, Any], leaves: str, elements: Any, products: Any, **more: Any) -> Entry:
-    """The entry of an operation with these inputs.
+    """The entry of an operation on `_inputs`.
 
     leaves: names of the inputs that have gradients, then the name of the output's gradient.
     elements(shape): numbers of elements of the inputs and of the outputs. Backward reads the inputs and the gradients

@@ -48,7 +48,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The kernels' files, named after the operation or after the operation whose file has its kernels."""
+    """The files of the kernels, named after `op` or after the operation of `file_of`."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -88,7 +88,6 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
 
 
 def digest(op: str, backend: str, root: Path = ROOT) -> str:
-    """sha256 over the names and contents of the sources."""
     found = hashlib.sha256()
     for path in sources(op, backend, root):
         content = path.read_bytes()
@@ -117,7 +116,6 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry as JSON, with a line for each figure, without the values of SHARED."""
     facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
@@ -133,7 +131,6 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def read(folder: Path = RESULTS) -> list[Result]:
-    """Every result of a folder, in the order of file names."""
     return [load(path) for path in sorted(folder.glob("*.json"))]
 
 
@@ -177,8 +174,8 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
     """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
 
-    With other operations of its file the oldest date counts, and one stale result is enough. But an operation that was
-    not executed itself has the state "never run on a GPU".
+    Among operations of one file the oldest date counts, and a stale one makes all stale. An operation that was not
+    executed is "never run on a GPU".
     """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

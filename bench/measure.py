@@ -22,7 +22,7 @@ from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
 TOLERANCE = 0.05  # largest allowed `_difference` of two outputs; far above rounding, as ties may be broken differently
-JOB_SECONDS = 60  # limit of one job; a job that compiles four kernels takes 20 s
+JOB_SECONDS = 60  # limit of one job, with compilation
 
 Figure = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]
@@ -36,8 +36,7 @@ class Request:
     shapes: name of a set of shapes. routings: of that set, shapes with another routing are not measured.
     peers: parts of the names of peers; None: all.
     curves: also measure the set "scaling" of every operation: forward, in its first dtype, on the most threads.
-    first: name of a set that is measured before `shapes`, in the narrowest dtype alone, since in float32 its jobs take
-        seconds.
+    first: name of a set that is measured before `shapes`, in the narrowest dtype alone.
     """
 
     shapes: str = "quick"
@@ -184,8 +183,7 @@ def run(
 ) -> Iterator[Found]:
     """Measures each job for `budget` seconds, with a figure for each backend; no job starts after `until`.
 
-    worker: the process that measures. A kernel that makes the GPU unusable or takes over JOB_SECONDS then ends its own
-        job alone.
+    worker: measures in another process; a kernel that breaks the GPU or takes over JOB_SECONDS loses only its job.
 
     If a job fails on a GPU, each of its kernels is measured alone and without peers, to find those that fail.
     """
@@ -220,7 +218,7 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     try:
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
-    except torch.cuda.OutOfMemoryError:  # the kernel has not failed: inputs or peers may be the cause
+    except torch.cuda.OutOfMemoryError:  # no kernel counts as failed: inputs or peers may be the cause
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:
         return _failed(job, error_text(raised), found)
@@ -339,7 +337,6 @@ def _difference(found: object, expected: object) -> float:
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:
-    """The tensors that a call returned, detached."""
     found = output if isinstance(output, tuple | list) else (output,)
     return [each.detach() for each in found if isinstance(each, torch.Tensor)]
 

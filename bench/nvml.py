@@ -37,7 +37,7 @@ def missing() -> str:
 
 
 def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Reads the sensors while `launch` is repeated for `seconds`; empty if NVML or a sensor but energy is missing.
+    """Reads the sensors while `launch` is repeated for `seconds`; empty if NVML or a sensor (except energy) is missing.
 
     calls: number of calls of the kernel in one launch. Returns medians of clocks in MHz, power in W and temperature in
     degrees Celsius, all throttle reasons seen and, if the GPU counts its energy (Volta and later), joules a call.

@@ -1,7 +1,6 @@
-"""Peers, implementations of an operation in other packages: one function `inputs -> output` for each.
+"""Peers: implementations of operations in other packages, as functions `inputs -> output`.
 
-The report lists peers that cannot run, with the reason. Compositions of PyTorch's operations are in the operation's
-Entry.
+The report lists peers that cannot run, with the reason. Compositions of PyTorch's operations are in each Entry.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def available(
 
 
 def known(entries: dict[str, Entry]) -> set[str]:
-    """The names of all peers, also of those that cannot run here."""
     own = {name for entry in entries.values() for name in entry.peers}
     return own | {each.name for packages in PACKAGES.values() for each in packages}
 

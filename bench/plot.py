@@ -163,7 +163,6 @@ def varying(curve: list[dict[str, Any]]) -> str:
 
 
 def _load(loads: dict[str, Any]) -> Canvas:
-    """Number of choices of each expert, the busiest first, in one chart for each kind of routing."""
     kinds = loads["tokens"]
     canvas, axes = plt.subplots(1, len(kinds), figsize=(11, 2.6), sharey=True, squeeze=False, layout="constrained")
     for axis, (kind, tokens) in zip(axes[0], kinds.items(), strict=True):

@@ -118,7 +118,6 @@ def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger
 
 
 def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:
-    """Measured microseconds of the same call; None if no result of that GPU has it."""
     same = ("backend", "dtype", "direction", "shape")
     for result in results:
         if not result["gpu"] or not re.search(rf"\b{re.escape(gpu.name)}\b", result["device"]):

@@ -118,7 +118,7 @@ def _entry(
     flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """The entry of an operation with these inputs.
+    """The entry of a routing operation.
 
     leaves: names of the inputs that have gradients, then the name of the output's gradient.
     forward_moves, backward_moves: see `_bytes`.

@@ -28,7 +28,6 @@ ROUTINGS = ("uniform", "zipf", "adversarial")
 
 
 def routed(sizes: list[Shape], routings: tuple[str, ...] = ROUTINGS) -> list[Shape]:
-    """The sizes, each with every kind of routing."""
     return [{**size, "routing": kind} for size in sizes for kind in routings]
 
 

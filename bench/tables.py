@@ -12,5 +12,5 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Three digits, and no exponent."""
+    """Three significant digits; whole microseconds from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -19,7 +19,7 @@ from bench.registry import ENTRIES
 from bench.worker import Worker, WorkerLost
 
 Line = dict[str, Any]
-SECONDS = 240  # limit for a shape, which compiles some 30 kernels in 3 to 4 s each
+SECONDS = 240  # limit for a shape and activation, with compilation
 
 
 def timings(shape: Shape, activation: str) -> list[Line]:

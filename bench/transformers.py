@@ -34,7 +34,6 @@ Figure = dict[str, Any]
 
 
 def missing() -> str:
-    """The reason why nothing can be measured here; empty if it can."""
     return "" if importlib.util.find_spec("transformers") else "transformers is not installed"
 
 

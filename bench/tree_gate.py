@@ -45,7 +45,6 @@ def _route(inputs: Inputs, backend: str) -> object:
 
 
 def _composed_gate(inputs: Inputs) -> object:
-    """The definition, a composition of PyTorch's operations."""
     return reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=1.0)[0]
 
 

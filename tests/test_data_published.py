@@ -79,7 +79,7 @@ def test_jester_from_its_file(tmp_path):
         "1\t\t2\t\tnan": "a rating from -10 to 10",
         "1\t\t2": r"user, joke and rating; got an array \(1, 2\)",
         "": r"user, joke and rating; got an array \(0,\)",
-        "1\t\t1\t\t5.0": "fewer than 90 % of the 1 jokes; all 1 rated more",
+        "1\t\t1\t\t5.0": "fewer than 90 % of the 1 jokes; no user of 1 did",
     }.items():
         (tmp_path / "jester_ratings.dat").write_text(line)
         with pytest.raises(ValueError, match=message):

@@ -64,7 +64,6 @@ def read(file: Path) -> bytes:
 
 
 def as_bytes(content: bytes | bytearray) -> Tensor:
-    """The bytes as a tensor, uint8 (n,)."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
@@ -109,8 +108,6 @@ def matlab(file: Path, *names: str) -> dict[str, Any]:
 
 def unpickle(content: bytes) -> Any:
     """The content of a pickle: plain containers, numbers, strings, and arrays of bytes, which `tensor` converts.
-
-    numpy is not needed.
 
     Raises:
         pickle.UnpicklingError: the pickle holds anything else.

@@ -50,7 +50,7 @@ def load_jester(file: Path) -> Ratings:
     kept = few[user]
     if not kept.any():
         raise ValueError(
-            f"data: {file}: expected users who rated fewer than 90 % of the {jokes} jokes; all {len(few)} rated more"
+            f"data: {file}: expected users who rated fewer than 90 % of the {jokes} jokes; no user of {len(few)} did"
         )
     return with_unseen(file, "jester", _numbered(user[kept]), joke[kept], rows[kept, 2].float())
 

@@ -47,8 +47,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def load_prepared(place: Path) -> Ratings:
-    """The CSVs that the authors of paper 001 prepared. Their training features are not public: without
-    movielens_train.csv the validation rows train, and the name of the set says so."""
+    """The CSVs of paper 001's authors; without movielens_train.csv the validation rows train, and `name` says so."""
     files = {m[1]: f for f in sorted(place.parent.glob(place.name)) if (m := _PREPARED.fullmatch(f.name))}
     training = "train" if "train" in files else "val"
     missing = [f"movielens_{part}.csv" for part in (training, "test") if part not in files]

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None: to be treated as new samples
+    start: int | None = None  # index of the first sample in the test set; None (without rows): new samples
 
 
 class Splits(NamedTuple):
@@ -75,8 +75,7 @@ class Task:
 
     loss: batch -> named () tensors; their means over the steps are logged. "loss" is differentiated and is the sum of
         the others: "task" or "text", the plain loss of the targets, and further terms, already weighted.
-    evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients, with random numbers
-        that depend only on seed and step.
+    evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
     total: the measures over all batches -> further measures. Recipe.METRIC may name a measure of either kind.
@@ -116,7 +115,7 @@ def option(
     """A dataclass field that is also a command line option. A tuple takes several values of one type.
 
     low, high: the smallest and the largest number that the command line accepts; it accepts only finite numbers.
-    sweep: the command line takes several values; every side is trained once with each (see Recipe.variants).
+    sweep: the command line takes several values; every side is trained with each (see Recipe.variants).
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "sweep": sweep}
     return field(default=default, metadata=metadata)

@@ -52,5 +52,4 @@ def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
 
 
 def modules_of(model: nn.Module, kind: type[Part]) -> list[Part]:
-    """The modules of class `kind` in a model, in the order of model.modules()."""
     return [module for module in model.modules() if isinstance(module, kind)]

@@ -83,7 +83,6 @@ class Comet(Recipe):
         return len(data.source.classes)
 
     def objective(self) -> Objective:
-        """Loss and measures of a batch's outputs."""
         return CLASSIFICATION
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:

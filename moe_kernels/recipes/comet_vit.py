@@ -3,7 +3,7 @@
 The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 and 6144, patch 4, dropout 0.1, p = 0.5, tanh; Adam at 1e-4 with
 a cosine over 200 epochs of CIFAR-10, SVHN, CIFAR-100 and Tiny ImageNet. Its base code augments images (RandAugment) and
 has batches of 512; this recipe does not augment. The defaults have the paper's 200 epochs: on digits 100 minutes of a
-CPU core, a few minutes with --epochs 2.
+CPU core; --epochs 2 is enough to try.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from moe_kernels.recipes._comet import CometImages
 
 @dataclass(frozen=True)
 class CometViT(CometImages):
-    """Sides: standard (dense) and comet. The initial weights are the same, but with router_input "embedding" the head's
-    differ."""
+    """Sides: standard (dense) and comet. Initial weights are equal, except the head's with router_input "embedding"."""
 
     epochs: int = option(200, "passes over the training set", low=0)
     lr: float = option(1e-4, "learning rate of Adam, falling along a cosine", low=0)

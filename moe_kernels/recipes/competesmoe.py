@@ -4,8 +4,7 @@ The paper trains 6 layers of width 264 and 8 of 352 on enwik8 and text8, with 16
 the paper, the learning rate falls as 1 / sqrt(t) after a warm-up, there is no balance loss by default, and the test
 result is that of the evaluation with the lowest validation loss. The model is a small GPT with experts in every block,
 or in every second one as in GLaM. Differences from the paper: pre-norm blocks with one residual around each layer,
-shorter windows, fewer steps.
-The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
+shorter windows, fewer steps. The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
 """
 
 from __future__ import annotations

@@ -235,7 +235,6 @@ class Pair(nn.Module):
         return self.student(x, states) if self.student is not None and self.split else self.teacher(x, states)
 
     def begin(self) -> None:
-        """Switches to the student and freezes the teacher."""
         self.split = True
         self.teacher.requires_grad_(False).eval()
 

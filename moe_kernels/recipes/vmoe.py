@@ -35,8 +35,7 @@ DENSE = ("dense", "matched")
 
 @dataclass(frozen=True)
 class VMoE(Recipe):
-    """Sides of paper 002: dense, matched, softmax, sparsified, token_choice, expert_choice, priority; of paper 003:
-    vmoe, bpr, bpr_sum, e3, thor."""
+    """Sides: PAPER_002 and PAPER_003."""
 
     SIDES: ClassVar[tuple[str, ...]] = (*PAPER_002, *PAPER_003)
 
@@ -130,7 +129,6 @@ class VMoE(Recipe):
         )
 
     def _model(self, data: Splits, dim: int) -> MoEViT:
-        """The network of `side`, `dim` wide."""
         expert_blocks = self._expert_blocks() if self.side not in DENSE else ()
         return MoEViT(
             data.source.image_shape,
@@ -145,7 +143,6 @@ class VMoE(Recipe):
         )
 
     def _expert_blocks(self) -> tuple[int, ...]:
-        """Indices of the blocks that have experts."""
         paper_002 = self.side in PAPER_002
         every = self.moe_every or (1 if paper_002 else 2)
         count = self.moe_layers if self.moe_layers >= 0 else self.depth if paper_002 else 2

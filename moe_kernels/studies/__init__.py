@@ -51,12 +51,10 @@ class Study:
         return type(self).__module__.rpartition(".")[2]
 
     def print_title(self) -> None:
-        """Prints the name of the study and its options in one line."""
         print(f"{self.name}: {settings(dataclasses.asdict(self))}\n")
 
 
 def names() -> list[str]:
-    """Names of all studies."""
     return recipes.names(__path__)
 
 

@@ -42,8 +42,6 @@ ARMS = ("none", "random", "best", "paper", "wide", "untrained")
 
 @dataclass(frozen=True)
 class Permutation(Study):
-    """The study's options."""
-
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
     arms: tuple[str, ...] = option(ARMS, "arms to compare", choices=ARMS)
     rows: int = option(20_000, "training rows; the paper: 200,000", low=1)
@@ -122,9 +120,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(
-        min=1
-    )  # so that the errors, summed over n rows and divided by n, give the mean error of rated rows
+    scale = len(stars) / rated.sum().clamp(min=1)  # the sums are divided by all rows, errors need the rated ones
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

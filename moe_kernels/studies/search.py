@@ -34,8 +34,6 @@ GAMMAS, LAMBDAS, RATES = (0.01, 0.1, 1.0, 5.0, 10.0), (0.05, 0.1, 0.5, 1.0, 5.0,
 
 @dataclass(frozen=True)
 class Search(Study):
-    """The study's options."""
-
     SIDES: ClassVar[tuple[str, ...]] = tuple(side for side in MovieLens.SIDES if "untrained" not in side)
 
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
@@ -51,9 +49,7 @@ class Search(Study):
     def run(self, out: Path | None) -> None:
         data = self.load(self.data, Ratings)
         rows: list[dict[str, Any]] = []
-        for trial in range(
-            self.trials
-        ):  # gates alternate, so that their counts in an interrupted search differ by at most 1
+        for trial in range(self.trials):  # in turns, so that an interrupted search has trials of every gate
             for side in self.sides:
                 rows.append(self._trial(data, side, trial))
                 print(line_of(rows[-1]), flush=True)

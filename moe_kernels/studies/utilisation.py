@@ -2,8 +2,8 @@
 
 By default 1000 random networks of 4 linear layers, with N ~ U(100, 1000) neurons a hidden layer and sparsity
 1 - p ~ U(0.05, 1), get the whole data set. A neuron is dead if no image activates it. On CIFAR-10 the paper finds
-7.6e-4 % of all neurons dead, in fewer than 2 % of the networks; many of them are active on another data set (--other),
-CIFAR-100. In digits and MNIST the mean image is far from zero, so more neurons are dead; --centre subtracts the mean.
+7.6e-4 % of all neurons dead, in fewer than 2 % of the networks; many dead neurons are active on CIFAR-100 (--other).
+In digits and MNIST the mean image is far from zero, so more neurons are dead; --centre subtracts the mean.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # At low temperatures entries of a relaxed permutation fall to 1e-40. CPUs multiply such denormal numbers
-            # 60 times as slowly as others. With zeros instead, a step of MovieLens takes 140 ms, not 500.
+            # Entries of a relaxed permutation fall to 1e-40; CPUs are slow at such denormal numbers. With zeros
+            # instead, a step of MovieLens takes 140 ms, not 500.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -280,7 +280,6 @@ def settings(options: Mapping[str, Any]) -> str:
 
 
 def _scale(comparison: Comparison) -> str:
-    """One line: the samples that a run uses, and the length of the run."""
     recipe, data = comparison.recipe, comparison.data
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)

@@ -157,7 +157,6 @@ class Jumps:
 
 
 def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
-    """Prints the verdict and the first steps that disagree."""
     failed = [s for s in agreement.steps if not s.passed]
     where = f"agreement of {name} on {backend} with the reference"
     if not failed:

@@ -157,15 +157,12 @@ class Run:
         return losses
 
     def clip(self, max_norm: float) -> None:
-        """Scales the gradients so that their norm is at most `max_norm`."""
         torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), max_norm)
 
     def gradients(self) -> list[Tensor | None]:
-        """Copies of the parameters' gradients."""
         return [None if each.grad is None else each.grad.clone() for each in self.task.model.parameters()]
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state dict."""
         return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
@@ -200,8 +197,7 @@ class Run:
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: with choose="best" and a validation part the first with the best validation
-        score, else the last."""
+        """Index of the row to report: with choose="best" and a validation part the first best on it, else the last."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
@@ -220,8 +216,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Measures of the validation part ("valid ...") and of the test set ("test ..."), and routing statistics of the
-        test set."""
+        """Measures of validation part ("valid ..") and test set ("test .."), and the test set's routing statistics."""
         row: Row = {}
         self.task.model.eval()
         if self.validates:
@@ -303,7 +298,6 @@ class Run:
             yield batch._replace(start=number * self.recipe.eval_batch)
 
     def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
-        """Batches of a part of the data, of at most `eval_batch` samples."""
         size = self.recipe.eval_batch
         for start in range(0, len(part[0]), size):
             yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
@@ -351,7 +345,6 @@ class RoutingStatistics:
         self.device, self.unit = device, "experts"
 
     def add(self, layers: Sequence[Routing]) -> None:
-        """Adds one batch."""
         if not self.used:
             self.used = [Utilisation() for _ in layers]
             self.entropy, self.routed = [torch.zeros((), device=self.device) for _ in layers], [0] * len(layers)

@@ -49,7 +49,6 @@ class Ranks:
         return dist.get_rank()
 
     def wait(self) -> None:
-        """Waits until all ranks have called `wait`."""
         dist.barrier()
 
     def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:

@@ -37,7 +37,6 @@ class History:
 
     @property
     def result(self) -> Row:
-        """The evaluation to report."""
         return self.rows[self.chosen]
 
 
@@ -60,7 +59,6 @@ class Summary:
 
 
 def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
-    """A summary of the final runs of each side."""
     found = []
     for side in dict.fromkeys(each.side for each in histories):
         runs = [each for each in histories if each.side == side and each.stage == "final"]
@@ -136,7 +134,6 @@ def legend(summaries: Sequence[Summary]) -> str:
 
 
 def log(histories: Sequence[History]) -> str:
-    """Every evaluation of every run, as CSV."""
     lines = [
         (each, row | {f"loss: {name}": value for name, value in terms.items()})
         for each in histories
@@ -158,10 +155,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """Draws metric and task's training loss of every side by step, means with the range over the seeds.
-
-    Names the regularisers. False without matplotlib.
-    """
+    """Draws metric and task's training loss by side and step, with ranges over seeds; False without matplotlib."""
     final = [each for each in histories if each.stage == "final"]
     has_task_loss = any(name in row for each in final for row in each.rows for name in ("task", "text"))
     training = "training loss of the task" if has_task_loss else "training loss"

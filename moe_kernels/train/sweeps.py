@@ -27,8 +27,7 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
     """Draws a panel for each swept option, with a line for each side and values of the other options.
 
-    Bars show the spread over the seeds.
-    False, and nothing is drawn, without swept options or without matplotlib.
+    Bars show the spread over the seeds. False, and nothing is drawn, without swept options or without matplotlib.
     """
     swept = recipe.swept()
 
