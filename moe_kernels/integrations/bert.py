@@ -101,8 +101,8 @@ def load(folder: str | Path) -> BertWithExperts:
     """The BertForMaskedLM in a folder, without experts, in float32 and eval mode.
 
     Raises:
-        ValueError: a file or weight is missing or damaged, the model is a decoder, or split_ffn cannot split its
-            activation.
+        ValueError: a file or weight is missing or damaged, the model is no BERT or a decoder, or split_ffn does not
+            take its activation.
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in WEIGHTS):

@@ -6,7 +6,7 @@
     model.set_experts_implementation("moe_kernels")    # or from_pretrained(..., experts_implementation="moe_kernels")
 
 A model with this implementation calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for its
-experts, if transformers decorates their class with `use_experts_implementation` (65 classes in transformers 5.23).
+experts, if transformers decorates their class with `use_experts_implementation`.
 Parameters keep their names, shapes and strides, so checkpoints, optimizers and adapters work as before.
 
 * `expert_mlp` runs three kinds of experts: act(gate) * up from the columns [gate, up], with SiLU or GELU (erf); experts
@@ -205,7 +205,7 @@ def _is_clamped(kind: type[nn.Module]) -> bool:
     return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# torch.compile replaces calls by their results. assume_constant_result sets this mark too, but imports the compiler.
+# With this mark torch.compile replaces calls by their results. assume_constant_result would import the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

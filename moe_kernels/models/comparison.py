@@ -1,8 +1,7 @@
 """The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them.
 
-A public fork of the paper's code differs from the paper in several of them. Its "topk" masks by the values after the
-activation, its Bernoulli masks have probability 0.5 for every p, and its MoE does not multiply an expert's output by
-the gate.
+A public fork of the paper's code differs: its "topk" masks by the values after the activation, its Bernoulli masks
+have probability 0.5 for every p, and its MoE does not multiply an expert's output by the gate.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _refuse_bits(model: nn.Module, bits: object, samples: object) -> None:
 
 
 class MoEMLP(nn.Module):
-    """floor(1 / p) MLPs (experts) with hidden layers p times as wide as `widths` says, rounded down, and a router r.
+    """floor(1 / p) MLPs (experts) with hidden layers of k_from_fraction(p, width) neurons, and a router r.
 
         y = softmax(r(x))_e expert_e(x),  e = argmax r(x)
 
@@ -172,7 +171,7 @@ def comparison_mlp(
 
 
 def tied_masks(samples: int, width: int, p: float, always: int, device: torch.device, chunk: int = 4096) -> Tensor:
-    """One layer's random masks of all training examples, as bits: int32 (samples, ceil(width / 32)).
+    """One layer's random masks as bits: int32 (samples, ceil(width / 32)).
 
     The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0
     gives Bernoulli masking, always > 0 example-tied dropout (Maini et al. 2023). torch's own CPU generator draws them.

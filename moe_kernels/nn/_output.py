@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 class OutputModule(nn.Module):
     """A module whose output is a dataclass of tensors, registered as a pytree.
 
-    torch calls full backward hooks for outputs that are a tensor or a tuple of tensors, this class for a dataclass too.
+    torch calls no full backward hooks for a module that returns a dataclass; this class does.
     A hook's `grad_output` has the gradient of each tensor of the output that requires one, in the order of the fields.
     """
 

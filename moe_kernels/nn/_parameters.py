@@ -1,4 +1,4 @@
-"""Parameters of gates and experts: their initialisation and, for gates, their dtype."""
+"""Initialisation and dtype of parameters of gates, experts and LocalSearch."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """float32 tensors stay float32 where `.half()`, `.bfloat16()` or `.to()` would make them 16-bit (see Gate).
-
-    keep_float32: False converts them too.
-    """
+    """float32 tensors stay float32 where `.half()` or `.to()` would make them 16-bit, if keep_float32 (see Gate)."""
 
     keep_float32 = True
 
@@ -68,10 +65,7 @@ def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def reset(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Calls reset_parameters of every child, with the generator if the method takes one.
-
-    The children of a child without the method are treated in the same way.
-    """
+    """Calls reset_parameters of the nearest descendants that have it, with the generator if the method takes one."""
     for child in module.children():
         method: Any = getattr(child, "reset_parameters", None)
         if method is None:

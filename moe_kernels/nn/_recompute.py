@@ -15,13 +15,10 @@ def is_recomputing() -> bool:
 
 
 def refuse_reentrant(name: str) -> None:
-    """Raises if torch.utils.checkpoint(use_reentrant=True) calls the forward of a module that returns a dataclass.
+    """Raises RuntimeError if torch.utils.checkpoint(use_reentrant=True) calls a module that returns a dataclass.
 
     This checkpoint gives gradients only to a tensor or a tuple of tensors; those of a dataclass would be lost. Inside a
     checkpointed function that returns a tensor the module works, so only a direct call by the checkpoint raises.
-
-    Raises:
-        RuntimeError: the checkpoint calls the module directly.
     """
     if torch.is_grad_enabled() or is_compiling():
         return
@@ -37,11 +34,9 @@ def refuse_reentrant(name: str) -> None:
 
 
 def noise_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Returns `generator`, from which a gate draws; None is torch's own generator.
+    """`generator`; RuntimeError if it is not None and a checkpoint repeats the forward.
 
-    Raises:
-        RuntimeError: `generator` is not None and a checkpoint repeats the forward. The repeated forward would draw
-            other numbers than the first one and could choose other experts.
+    The repeated forward would draw other numbers than the first one and could choose other experts.
     """
     if generator is not None and is_recomputing():
         raise RuntimeError(

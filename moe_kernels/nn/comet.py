@@ -89,7 +89,6 @@ class FixedRouting(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every V_l anew."""
         for weight in self.buffers():
             _draw(weight, weight.shape[1], generator)
 
@@ -236,7 +235,6 @@ class CometFFN(nn.Module):
         self.router = FixedRouting((dim, hidden), p, ties=ties, device=device, dtype=dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the two linear layers and V anew."""
         reset(self, generator)
 
     def extra_repr(self) -> str:
@@ -318,7 +316,6 @@ class CometMLP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the backbone anew, then the routing."""
         for layer in (*self.hidden, self.output):
             for parameter in layer.parameters():
                 _draw(parameter, layer.in_features, generator)

@@ -30,8 +30,7 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
 
     Raises:
         KeyError: there is no expert, an expert or a layer is missing, or a key is unknown.
-        ValueError: a shape differs from that of expert 0, the layers of an expert do not fit each other, or `names` has
-            another length.
+        ValueError: tensors do not fit each other, or `names` does not have 2 or 3 entries.
 
     Example:
         >>> state = convert.to_linear(ExpertMLP(2, 4, 8, activation="swiglu", bias=False).state_dict())
@@ -168,7 +167,6 @@ def to_stacked(
 
 
 def _without_prefix(state: State, prefix: str) -> dict[str, Tensor]:
-    """The entries whose keys begin with `prefix`, which is removed from the keys."""
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
 
@@ -213,7 +211,6 @@ def _check(function: str, state: State, gated: bool) -> None:
 
 
 def _check_gated(function: str, state: State) -> None:
-    """Raises unless w_in has 2 H columns."""
     expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
     if got != expected:
         raise ValueError(f"{function}: w_in of gated experts must have 2 H = {expected} columns, got {got}")

@@ -22,7 +22,7 @@ class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
     `rows(x, plan)` returns the experts' outputs (R, Dout) for the R rows of the plan, before weighting. MultiGateMoE
-    combines them once for each gate. A subclass defines `outputs`, which returns the rows before dropout.
+    combines them once for each task. A subclass defines `outputs`, which returns the rows before dropout.
 
     Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which sends rows
     to the ranks that own their experts and the outputs back. num_experts stays the number of all experts.
@@ -127,7 +127,6 @@ class ExpertLayer(Experts):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew, as in the constructor."""
         for each in (self.weight, self.bias):
             linear_init_(each, self.weight.shape[1], generator)
 
@@ -180,7 +179,6 @@ class ExpertMLP(Experts):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew, as in the constructor."""
         dim, hidden = self.w_in.shape[1], self.w_out.shape[1]
         for each, fan_in in ((self.w_in, dim), (self.w_out, hidden), (self.b_in, dim), (self.b_out, hidden)):
             linear_init_(each, fan_in, generator)

@@ -4,10 +4,9 @@
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
     regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
-Stage one is the training steps t = 1 .. T - 1; in the paper's schedule log10 tau = -3 - 4 t / T and
-R = int(20 + 130 t / T). At t = T linear assignment turns the last S into a (hard) permutation, and from then on U
-receives no gradient. With the permutation's matrix P, the paper prints P g; the published code and this file compute
-g P. Evaluation always uses the hard permutation, in stage one as well.
+Stage one is the training steps t = 1 .. T - 1. At t = T linear assignment turns the last S into a (hard) permutation,
+and from then on U receives no gradient. With the permutation's matrix P, the paper prints P g; the published code and
+this file compute g P.
 """
 
 from __future__ import annotations
@@ -66,15 +65,13 @@ class LocalSearch(KeepsFloat32):
     State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
     (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
     `distance` (permutations), the largest absolute element of S - P at the switch, NaN before. State dicts also hold
-    `step`. If `assigned` was written, `source` is computed again at its next use. So a module whose buffers are
-    averages, such as torch.optim.swa_utils.AveragedModel(use_buffers=True), has the permutation nearest to its averaged
-    `assigned`.
+    `step`. If `assigned` was written, evaluation computes `source` again, so torch.optim.swa_utils.AveragedModel with
+    use_buffers=True has the permutation nearest to its averaged `assigned`.
 
     From step T on U has no gradient; inside torch.distributed its gradient is zero, as DistributedDataParallel needs.
 
     Raises:
-        ValueError, TypeError: num_experts or permutations below 1, steps, bound or noise below 0, an unknown schedule;
-            in forward: gates of another shape.
+        ValueError, TypeError: an argument out of range or of another type; in forward, gates of another shape.
         ImportError: scipy is missing, which linear assignment needs: pip install moe_kernels[assignment].
 
     Source: paper 001, section 4, and the published code (schedule, entropies, direction).
@@ -166,10 +163,7 @@ class LocalSearch(KeepsFloat32):
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step` = 1 .. steps - 1: rises between 20 and 149; 150 for "wide".
-
-        "annealed" steps run max(R, 50) iterations.
-        """
+        """R of training step `step` = 1 .. steps - 1: 20 to 149; 150 for "wide". "annealed" runs max(R, 50)."""
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -180,10 +174,7 @@ class LocalSearch(KeepsFloat32):
         return self.permute(gates, p), self.regulariser(p) if self.training else gates.new_zeros(())
 
     def permutation(self) -> Tensor | None:
-        """The permutation to apply now: S (permutations, n, n), or None for the hard one.
-
-        In training every call is a step. The step that ends stage one solves the linear assignment on the host.
-        """
+        """The permutation to apply: S (permutations, n, n), or None for the hard one. In training a call is a step."""
         if self.training:
             return self._advance()
         if self._is_stale():
@@ -289,12 +280,10 @@ def _version(tensor: Tensor) -> int:
 
 
 def round_to_doubly_stochastic(p: Tensor) -> Tensor:
-    """A doubly stochastic matrix near p (..., n, n) >= 0.
+    """A doubly stochastic matrix near p (..., n, n) >= 0 (Altschuler, Weed, Rigollet 2017, algorithm 2).
 
-    Divides rows, then columns, whose sum is above one by their sum. With r and c what row and column sums lack of one,
-    then adds the outer product of r and c, divided by the sum of r.
-
-    Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
+    Divides each row, then each column, of a sum above one by its sum. Then, with r = 1 - row sums and
+    c = 1 - column sums, adds r c^T / sum(r).
     """
     p = p / p.sum(-1, keepdim=True).clamp(min=1)
     p = p / p.sum(-2, keepdim=True).clamp(min=1)

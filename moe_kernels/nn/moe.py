@@ -1,8 +1,8 @@
-"""The layer of experts: a gate, a policy and experts. The layers of the papers differ in these three parts.
+"""The layer of experts: a gate, a policy and experts.
 
     y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
-By number of the paper (001 tree COMET, 002 sparse ViT, 003 V-MoE, E^3 and THOR, 004 CompeteSMoE):
+The parts in the papers 001 (tree COMET), 002 (sparse ViT), 003 (V-MoE, E^3 and THOR) and 004 (CompeteSMoE):
 
 001  SoftmaxGate, TreeGate and others with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
@@ -95,8 +95,7 @@ class MoE(OutputModule):
         expert_dropout: probability that training sets an expert's weight to zero for a sample (0.1 in paper 002); the
             remaining weights are neither renormalised nor scaled. A sample is an entry of x's first dimension.
         pass_through: whether (1 - sum of the kept weights) x is added to y, so that y = x for a token without an
-            expert; needs Dout = D. StableMoE adds this term to experts that contain a residual. models.moe.MoEBlock
-            adds the residual around the layer instead and calls it with pass_through=False.
+            expert; needs Dout = D. StableMoE adds this term to experts that contain a residual.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. `with nn.collect_outputs() as outputs` collects the MoEOutputs of such layers.
 

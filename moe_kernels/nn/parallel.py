@@ -5,7 +5,7 @@
 
     plan      gate and policy plan the rank's own tokens over all E experts, as in one process
     counts    plan.kept (E) is sent to the owners, while dispatch gathers the rows   one all-to-all
-    rows      those in use are sent to the owners, grouped by expert                 one all-to-all
+    rows      are sent to the owners, grouped by expert                              one all-to-all
     experts   a plan with K = 1 groups the received rows by expert, in the order of the sending ranks
     outputs   are sent back in the same order; then combine and dropout              one all-to-all
 
@@ -190,7 +190,7 @@ class Exchange:
             raise ValueError("ExpertParallel: x and plan must be this rank's own plain tensors, got DTensors")
         if x.device.type != self.mesh.device_type or plan.kept.device != x.device:
             devices = f"x on {x.device} and a plan on {plan.kept.device}"
-            raise ValueError(f"ExpertParallel: the mesh is of {self.mesh.device_type}, got {devices}")
+            raise ValueError(f"ExpertParallel: x and plan must be on one {self.mesh.device_type} device, got {devices}")
         if self.capacity is None:
             return
         fits = (plan.kept <= self.capacity).all()
@@ -228,10 +228,10 @@ class GlobalPolicy:
     every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested` and
     `dropped` count the tokens of all ranks.
 
-    Gradients flow only to the weights of this rank's tokens, as in one process, since a token's weight depends on its
-    own logits only and the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process
-    orders them otherwise for TokenChoice with a priority, or with order="choice" (the default with a capacity) and
-    K > 1; the experts' gradients then agree within rounding.
+    Gradients flow only to the weights of this rank's tokens, since a token's weight depends on its own logits only and
+    the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process orders them otherwise
+    for TokenChoice with a priority, or with order="choice" (the default with a capacity) and K > 1; the experts'
+    gradients then agree within rounding.
 
     Args:
         policy: any of nn.policies.

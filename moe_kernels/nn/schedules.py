@@ -50,8 +50,6 @@ def cosine(steps: int, floor: float = 0.0) -> LearningRate:
 def inverse_root(steps: int) -> LearningRate:
     """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up to 1, then a fall as 1 / sqrt(step + 1).
 
-    steps = 0 counts as 1.
-
     Example:
         >>> rate = schedules.inverse_root(4)
         >>> [rate(step) for step in (0, 3, 15)]
@@ -64,7 +62,7 @@ def inverse_root(steps: int) -> LearningRate:
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
     """lowest + round((highest - lowest) step / steps), half to even, clamped to [lowest, highest].
 
-    SMoE-Dropout (Chen et al. 2023) has this number of choices in a frozen router: set `k` of the TopKGate to it.
+    SMoE-Dropout (Chen et al. 2023) has this `k` in a frozen TopKGate.
 
     Example:
         >>> [schedules.growing_k(step, 100) for step in (0, 50, 100)]
@@ -94,7 +92,7 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all parameters but those of gates, and the first gate of a StagedGate; returns those that still train.
+    """Freezes all parameters except those of gates; of a StagedGate only the second trains. Returns those that train.
 
     Phase two of the sparse ViT (paper 002) trains only the sparse gates; the dense gates before them are frozen.
 

@@ -61,14 +61,13 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Lets the backward pass compute one of the two terms of I; the second term of a pass updates `value`."""
+        """Lets the backward pass compute one of the two terms of I; the second one updates `value`."""
         if not x.requires_grad:
             return
 
         def add(grad: Tensor) -> None:
             value = x.detach() if bias is None else x.detach() - bias.detach()
             products = (value * grad).flatten(1, -2).sum(1) if x.dim() > 2 else value * grad
-            # The gradient of fc2's input comes first, then that of fc1's output.
             self._first.append(products)
             if len(self._first) == 2:
                 self.value += (self._first[0] + self._first[1]).abs().sum(0)
@@ -104,8 +103,8 @@ def split_ffn(
         num_experts, hidden, share: as in `split_neurons`; MoEBERT splits 3072 neurons with 4, 768 and 512.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual, which here are outside of the experts. For a token with one
-    expert of weight 1 the results are equal as long as the LayerNorms of MoEBERT's experts are, as at the start.
+    MoEBERT's experts contain a LayerNorm and the residual; here both are outside. For a token with one expert of weight
+    1 the results are equal as long as all LayerNorms of MoEBERT's experts have equal parameters, as at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

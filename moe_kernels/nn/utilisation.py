@@ -27,7 +27,6 @@ class Utilisation:
         self.counts: list[Tensor] = []
 
     def reset(self) -> None:
-        """Removes the counts of all samples."""
         self.samples = 0
         self.counts = []
 
@@ -62,10 +61,7 @@ class Utilisation:
         return [(count == 0).nonzero().flatten() for count in self.counts]
 
     def summary(self) -> dict[str, float | int]:
-        """min and mean of the share over all neurons of all layers, and the numbers of dead and of all neurons.
-
-        Without samples: NaN, NaN, 0 and 0.
-        """
+        """min and mean of all neurons' shares, numbers of dead and of all neurons; NaN, NaN, 0, 0 without samples."""
         if not self.counts or self.samples == 0:
             return {"min": float("nan"), "mean": float("nan"), "dead": 0, "neurons": 0}
         share = torch.cat(self.share())

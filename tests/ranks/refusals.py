@@ -56,7 +56,7 @@ def plans() -> None:
     sharded = dataclasses.replace(plan, kept=DTensor.from_local(plan.kept, mesh, [Shard(0)]))
     raises(ValueError, "ExpertParallel.*plain tensors", lambda: experts(x, sharded, None))
     meta = x.to("meta")
-    raises(ValueError, "ExpertParallel: the mesh is of cpu.*meta", lambda: experts(meta, plan, None))
+    raises(ValueError, "ExpertParallel: x and plan must be on one cpu.*meta", lambda: experts(meta, plan, None))
     raises(ValueError, "dispatch.*48", lambda: experts(x[:-1], plan, None))
 
 

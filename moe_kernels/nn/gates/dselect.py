@@ -18,8 +18,7 @@ class DSelectKGate(Gate):
         z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), highest bit first;  h: smooth step
 
     Args:
-        dim: D.
-        num_experts: E >= 2.
+        dim, num_experts: D, E >= 2.
         k: number of selectors.
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).

@@ -124,7 +124,7 @@ def ensemble_log_probs(logits: Tensor, members: int) -> Tensor:
     """log of the mean over members of softmax(logits): logits (B M, classes) of samples from `tile` -> (B, classes).
 
     Example:
-        >>> ensemble_log_probs(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 2).exp()  # of members that disagree
+        >>> ensemble_log_probs(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 2).exp()  # the members disagree
         tensor([[0.5000, 0.5000]])
     """
     log_probs = F.log_softmax(logits, dim=-1).unflatten(0, (-1, members))

@@ -63,10 +63,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: each record's mean; for "experts_per_sample" the mean number of a token's weights >= 1e-5.
-
-        Every read computes them anew; a forward computes none.
-        """
+        """Scalars by name: each record's mean; for "experts_per_sample" the mean number of weights >= 1e-5 a token."""
         return {name: _statistic(name, record) for name, record in self.records.items()}
 
     @property
@@ -97,10 +94,9 @@ class Gate(KeepsFloat32, OutputModule):
     raises RuntimeError.
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
-    gate or of its model would make them 16-bit, since rounded logits could lead to other choices. Set keep_float32 to
-    False on a gate before such a call to convert the gate too. `dtype=` of a constructor is obeyed in both cases.
-    FSDP2 casts parameters itself: give gates a group of their own, fully_shard(layer.gate), before
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+    gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
+    gate too. `dtype=` of a constructor is obeyed in both cases. FSDP2 casts parameters itself: call
+    fully_shard(layer.gate) before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
         >>> class First(Gate):  # a gate of your own: every token goes to expert 0
@@ -150,8 +146,8 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
 
-        Ids outside [0, count) raise ValueError on the CPU in eager mode. On a GPU a check would wait for the device;
-        the gate's indexing asserts there. meaning: what the ids are, for the message.
+        Ids outside [0, count) raise ValueError on the CPU in eager mode; on a GPU this check would wait for the device.
+        meaning: what the ids are, for the message.
         """
         name = type(self).__name__
         if ids is None:

@@ -14,13 +14,12 @@ class HyperRouterGate(TopKRouter):
     """k experts a token: topk_gate(W x + b, k) with (W | b) = H(v) reshaped (E, D + 1), the last column the bias.
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
         hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in the published code.
         backend: as in topk_gate.
 
-    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which stays frozen under `requires_grad_`.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H; requires_grad_() of this gate leaves H frozen.
     Source: Do et al. 2023, which paper 004 cites, and the published code of paper 004.
 
     Example:

@@ -14,8 +14,7 @@ class SoftmaxGate(Gate):
     """Every token goes to every expert: gates = softmax(W x + b + noise).
 
     Args:
-        dim: D.
-        num_experts: E >= 1.
+        dim, num_experts: D, E.
         bias: whether there is a b.
         noise: whether training adds N(0, 1 / E^2) to the logits, as in V-MoE; paper 002 does not define its noise.
         importance: coefficient of nn.importance_loss of the probabilities without noise.

@@ -30,8 +30,7 @@ class StableGate(Gate):
     Both are means over tokens, to be added to a task loss that is a mean over tokens. The published code has sums.
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim, num_experts: D, E.
         vocabulary: number of ids.
         embedding: width of the router's own embedding.
         balance, distill: coefficients of the losses.

@@ -29,7 +29,6 @@ class TableGate(Gate):
         self.register_buffer("codes", torch.empty(num_ids, dtype=torch.int32, device=device))
 
     def draw(self, generator: torch.Generator | None) -> Tensor:
-        """(ids,) int32: the expert of every id."""
         raise NotImplementedError
 
     @property
@@ -39,7 +38,6 @@ class TableGate(Gate):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws the table anew."""
         self.codes.copy_(2 * self.draw(generator) + 1)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:

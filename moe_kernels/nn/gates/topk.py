@@ -24,8 +24,7 @@ class TopKGate(TopKRouter):
     """k experts a token: weights, experts = topk_gate(W x + b + noise).
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim, num_experts: D, E.
         k: from 1 to E.
         order: as in topk_gate; with k = 1 weights have a nonzero gradient only for "softmax_topk".
         noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (an

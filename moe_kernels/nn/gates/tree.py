@@ -19,9 +19,7 @@ class TreeGate(Gate):
     """gates = tree_gate(x), with K soft trees.
 
     Args:
-        dim: P.
-        num_experts: E >= 2.
-        trees: K.
+        dim, num_experts, trees: P, E >= 2, K.
         gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert a token.
         bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.

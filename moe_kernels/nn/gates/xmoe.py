@@ -27,8 +27,7 @@ class XMoEGate(TopKRouter):
     * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
         embedding: d_e; 8 in the published code of paper 004, 16 in torchscale.
         score: "code", "cosine" or "learned".
