@@ -1,4 +1,1 @@
-"""The definitions: one PyTorch module per operation, for any device (harden calls scipy on the CPU).
-
-Kernels of moe_kernels are verified against these modules, which import nothing from moe_kernels.
-"""
+"""The definitions of the operations in PyTorch, for any device. They import nothing from moe_kernels."""
