@@ -1,4 +1,4 @@
-"""The grouped GEMM on tensor cores, and what uses it: csrc/cuda/grouped_gemm*.cu, expert_mlp.cu, expert_norms.cu."""
+"""The grouped GEMM and functions that contain it: csrc/cuda/grouped_gemm*.cu, expert_mlp.cu and expert_norms.cu."""
 
 from __future__ import annotations
 
