@@ -1,4 +1,4 @@
-"""Cases of the grouped GEMM on gathered rows. The second product of expert_mlp, with the same inputs, gathers none."""
+"""Cases of the grouped GEMM on gathered rows; expert_mlp, with the same inputs, tests others in its second product."""
 
 from __future__ import annotations
 
