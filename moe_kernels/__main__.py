@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs every kernel that can run on this machine against its reference and prints the worst error over the "
+        "Runs every kernel that can run on this machine against its reference and prints the worst error and the "
         "allowed one: elements that differ for outputs that must be the same bits, relative error for computed ones. "
         "Exit status 1 on any failure, 2 if a backend given with --backend could run nothing. TRITON_INTERPRET=1 runs "
         "the Triton kernels on the CPU, slowly."

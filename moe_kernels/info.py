@@ -65,7 +65,6 @@ def instruction_set() -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every CUDA device with its memory in GiB, compute capability, multiprocessors and L2 cache in MiB."""
     if not torch.cuda.is_available():
         return []
     found = []
@@ -113,7 +112,6 @@ def extensions() -> list[tuple[str, str]]:
 
 
 def operations() -> list[str]:
-    """Names of all operations: files in moe_kernels/ops and keys of backends.FILES, without backends.ALIASES."""
     files = {module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")}
     return sorted((files - backends.ALIASES.keys()) | backends.FILES.keys())
 
@@ -130,7 +128,6 @@ def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Plac
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as plain text with aligned columns."""
     lines = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])

@@ -9,8 +9,7 @@ from torch import Tensor
 def combine(rows: Tensor, plan: Any, weights: Tensor | None = None) -> Tensor:
     """rows (R, D), weights (T, K) -> y (T, D): y_t = sum over k with slot_row_tk >= 0 of weights_tk rows[slot_row_tk].
 
-    Summed in float32 (float64 stays). Without weights every weight is 1. A dropped choice (slot_row_tk = -1) adds
-    nothing, even if its weight is NaN.
+    Summed in float32 (float64 stays). Without weights every weight is 1. The weight of a dropped choice may be NaN.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     zeros = rows.new_zeros(1, rows.shape[1])

@@ -116,8 +116,8 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined only up to a constant, so the matrix of the equations for b is singular; adding
-    1 / n to every element of the matrix makes it regular.
+    a is eliminated. b is determined only up to a constant, which 1 / n in every element of the matrix for b fixes. The
+    matrix stays singular if p falls into blocks, as a permutation does.
     """
     p = p.double()
     w = p * grad.double()

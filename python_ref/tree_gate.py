@@ -74,8 +74,8 @@ def tree_gate(
 class RouteStatistics(NamedTuple):
     """Statistics of tree_route, (T, K) each.
 
-    visited (int32): number of inner nodes at least as likely as the leaf. unsaturated (bool): whether any of these is
-    unsaturated.
+    visited (int32): number of inner nodes at least as likely as the chosen leaf. unsaturated (bool): whether one of
+    these nodes is not saturated.
     """
 
     visited: Tensor

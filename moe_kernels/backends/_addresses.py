@@ -1,7 +1,4 @@
-"""Converts tensors to arguments of C++ functions. No other file of the package takes addresses of tensors.
-
-An address has no dtype, rank or device, so these are checked here.
-"""
+"""Converts tensors to arguments of C++ functions. No other file of the package takes addresses of tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ def as_numbers(device_type: str, name: str, arguments: Iterable[Any]) -> list[in
 
 
 def aligned(tensor: Tensor, size: int) -> bool:
-    """Whether the address of the first element is a multiple of `size` bytes."""
     return tensor.data_ptr() % size == 0
 
 

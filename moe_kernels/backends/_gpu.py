@@ -24,13 +24,12 @@ def capability(target: str) -> tuple[int, int] | None:
 
 
 def unsupported(target: str, architectures: str, built_with: int, driver: int) -> str | None:
-    """The reason why code for `architectures` (such as "8.0;9.0+PTX") cannot run on the GPU of `target`, or None.
-
-    None means that the code can run, or that there is no GPU.
+    """Why code for `architectures`, such as "8.0;9.0+PTX", cannot run on the GPU of `target`; None if it can or without
+    a GPU.
 
     Machine code for X.Y runs on capability X.Z with Z >= Y, if the driver's major CUDA version is at least that of the
     toolkit. A driver at least as new as the toolkit compiles PTX for X.Y on X.Y and all later capabilities. Code with a
-    letter after the number, as 9.0a, runs only on X.Y. built_with, driver: CUDA versions as numbers, 13000 for 13.0.
+    letter after the number, as 9.0a, is accepted only on X.Y. built_with, driver: CUDA versions, 13000 for 13.0.
     """
     found = capability(target)
     if found is None:

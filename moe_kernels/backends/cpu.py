@@ -63,10 +63,8 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for make_plan: how often each chunk of tokens requests each expert.
-
-    The shape is (chunks, K, E) if `order` is "choice", else (chunks, 1, E).
-    """
+    """Scratch for make_plan: how often each chunk of tokens requests each expert, (chunks, K, E) if order is "choice",
+    else (chunks, 1, E)."""
     segments = experts.shape[1] if order == "choice" else 1
     return experts.new_empty((chunks(experts.numel()), segments, num_experts), dtype=torch.int32)
 

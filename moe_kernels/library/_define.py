@@ -1,4 +1,4 @@
-"""Registers operators with torch; and helpers that several operators share."""
+"""Registration of operators with torch, and helpers that several operators share."""
 
 from __future__ import annotations
 
@@ -58,10 +58,8 @@ def define(
 def _without_zeros(
     save: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """`save` and `backward` such that `backward` gets None, not torch's default of zeros, for an unused output.
-
-    Outputs such as packed masks and pre-activations never have a gradient, so zeros for them would be wasted.
-    """
+    """`save` and `backward` such that `backward` gets None, not torch's default of zeros, for an output without a
+    gradient, such as a packed mask."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -120,7 +118,6 @@ def all_rows(x: Tensor) -> Tensor:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x (R, N), copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -139,7 +136,6 @@ CLAMPED = "swiglu_clamped"  # also halves the number of columns, but is an opera
 
 
 def contiguous_matrices(weight: Tensor) -> Tensor:
-    """weight (E, M, N), copied if neither its last nor its middle dimension has stride 1."""
     return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
 
 
@@ -165,7 +161,7 @@ def is_checked(index: Tensor) -> bool:
 
 
 def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
-    """Raises ValueError for values outside [least, size). meaning: of the value `least`, for the message."""
+    """Raises ValueError for values outside [least, size). `meaning` explains the value `least` in the message."""
     if index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(index))

@@ -1,8 +1,7 @@
 """FLOP formulas for torch.utils.flop_counter, registered when that module is imported.
 
-`import moe_kernels` does not import flop_counter, because that would import Triton if it is installed: 75 modules,
-0.5 s. A FlopCounterMode copies the registered formulas in its constructor, so a hook registers them directly after the
-import of flop_counter.
+`import moe_kernels` does not import flop_counter, which would import Triton (0.5 s). A FlopCounterMode copies the
+registered formulas in its constructor, so a hook registers them directly after the import of flop_counter.
 """
 
 from __future__ import annotations

@@ -114,7 +114,6 @@ def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, d
 
 
 def _weights_gradient(weights, drow_weight, slot_row) -> Tensor:
-    """(T, K): the gradient to the weight of every kept choice, 0 for dropped ones."""
     if drow_weight.numel() == 0:
         return torch.zeros_like(weights, memory_format=torch.contiguous_format)
     found = drow_weight.index_select(0, slot_row.clamp(min=0).view(-1)).view(slot_row.shape)
@@ -130,7 +129,6 @@ def _bwd_fake(grad, x, weights, w_in, w_out, b_in, b_out, *rest):
 
 
 def _products_flops(w_in, w_out, row_token) -> tuple[int, int]:
-    """FLOPs of the two products, first and second."""
     return 2 * row_token[0] * w_in[1] * w_in[2], 2 * row_token[0] * w_out[1] * w_out[2]
 
 

@@ -86,10 +86,8 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
 
 
 def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
-    """Gradients to x and to the parameters of a group of experts, if the gradient to output row y_r is share_r y_r.
-
-    They are the gradients of an expert MLP with output gradient y and gate weights `share`.
-    """
+    """Gradients to x and the parameters of a group of experts, if the gradient to output row y_r is share_r y_r, as in
+    an expert MLP with output gradient y and gate weights `share`."""
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None
@@ -118,7 +116,6 @@ def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
 
 
 def _slice_of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The parameters of a slice of the experts, with contiguous biases."""
     parts = (None if each is None else each[experts] for each in parameters)
     return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
 
@@ -129,7 +126,6 @@ def _bwd_fake(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, back
 
 
 def _products_flops(x, w_in, w_out) -> tuple[int, int]:
-    """FLOPs of the two products, first and second, over all experts."""
     return 2 * x[0] * w_in[0] * w_in[1] * w_in[2], 2 * x[0] * w_out[0] * w_out[1] * w_out[2]
 
 

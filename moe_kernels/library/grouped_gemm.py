@@ -23,10 +23,7 @@ from moe_kernels.library._define import (
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """Implements refuse_bad_groups: raises ValueError unless offsets rise from 0 to at most R, tokens in [-1, T).
-
-    Does nothing unless is_checked.
-    """
+    """Implements refuse_bad_groups: offsets must rise from 0 to at most R, and tokens must be in [-1, T)."""
     if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
@@ -41,7 +38,6 @@ define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_
 
 
 def kernels(backend: str):
-    """The backend's module with grouped_gemm_fwd and the related functions."""
     return backends.load(backend, "grouped_gemm")
 
 
@@ -90,7 +86,6 @@ def weight_gradient(
 
 
 def is_transposed(weight: Tensor) -> bool:
-    """Whether the middle dimension of weight (E, Din, Dout) has stride 1 and the last one has not."""
     return weight.stride(-2) == 1 and weight.stride(-1) != 1
 
 

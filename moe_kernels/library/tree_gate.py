@@ -102,7 +102,6 @@ def _tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_wei
 
 
 def _wanted(*sources: Tensor, wants: Sequence[bool] = (True, True)) -> tuple[Tensor, ...]:
-    """gradient_like of each source."""
     return tuple(gradient_like(each, wanted) for each, wanted in zip(sources, wants, strict=True))
 
 

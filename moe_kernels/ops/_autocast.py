@@ -23,15 +23,11 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which autocast is off for that device type."""
     return torch.autocast(device_type, enabled=False) if autocast_on(device_type) else nullcontext()
 
 
 def as_autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """x and parameters, cast to the dtype of autocast if autocast is on for the device of x.
-
-    As in torch, float64 and integers are not cast.
-    """
+    """x and parameters. Autocast for the device of x casts them, except float64 and integers, as in torch."""
     device_type = x.device.type
     if not autocast_on(device_type):
         return x, *parameters

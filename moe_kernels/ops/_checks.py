@@ -22,10 +22,8 @@ INDEX = (torch.int32, torch.int64)
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
-    """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`.
-
-    Outside torch.compile also under a torch.func transform (if `batched`, other than vmap) or forward-mode AD.
-    """
+    """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`. Outside torch.compile it also refuses
+    forward-mode AD and torch.func transforms (with `batched`, those other than vmap)."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -36,7 +34,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
     if is_compiling():
         return
     if is_functorch_wrapped_tensor(tensor) and not (batched and is_batchedtensor(tensor)):
-        raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
+        raise TypeError(f"{op}: torch.func transforms of this kind are not supported; got a wrapped {name}")
     if forward_ad.unpack_dual(tensor).tangent is not None:
         raise TypeError(f"{op}: forward-mode derivatives are not supported; got a {name} with a tangent")
 
@@ -85,7 +83,6 @@ def check_rank(op: str, name: str, tensor: object, shape: str) -> None:
 
 
 def check_square(op: str, name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless `tensor` has the shape (..., n, n)."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
         raise ValueError(f"{op}: {name} must be (..., n, n), got shape {tuple(tensor.shape)}")
 
@@ -99,7 +96,6 @@ def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, dev
 
 
 def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raises unless `tensor` has the shape, dtype and device of `other`."""
     if tensor.dtype != other.dtype:
         raise TypeError(
             f"{op}: {name} must have the dtype of {other_name}, {_short(other.dtype)}; got {_short(tensor.dtype)}"
@@ -175,7 +171,6 @@ def check_backend(op: str, backend: str | None) -> str | None:
 
 
 def check_module(op: str, name: str, value: object, kind: type) -> None:
-    """Raises TypeError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{op}: {name} must be a {kind.__name__}, got {type(value).__name__}")
 
@@ -200,7 +195,6 @@ def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 

@@ -4,8 +4,7 @@
     drows_r = w_tk dy_t             0 for a row that is not in use
     dw_tk   = <rows_r, dy_t>        0 for a dropped choice
 
-Saved for backward: rows, w and arrays of the plan; without weights only the arrays. A kernel computes both gradients in
-one pass over rows. Both are linear in each of dy, rows and w, so their derivative uses the same two operators.
+Saved for backward: rows, w and arrays of the plan; without weights only the arrays. One kernel computes both gradients.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]
 
 The gradient is `combine` without weights, and the gradient of `combine` without weights is dispatch. Only arrays of the
-plan are saved for backward. A kernel loops over tokens, not over rows: it reads a token from memory once for all of its
-rows.
+plan are saved for backward. A kernel reads each token from memory once for all of its rows.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def grouped_gemm(
 
     bfloat16 on a CPU: the bfloat16 instructions of AVX-512 and AMX treat numbers below 1.2e-38 as zero. With AMX,
     torch.mm multiplies large experts. It rounds to bfloat16 before the activation, and it may read memory beside a
-    view, so that a NaN there reaches the result (9 of 300 shapes); rows.contiguous() avoids that.
+    view, so that a NaN there reaches the result; rows.contiguous() avoids that.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
     rows are summed in float32 (float64 stays), in their order, without atomics. Kernels are once differentiable. The
@@ -129,8 +129,7 @@ def check_activation(op: str, activation: object, width: int, alpha: float = 1.0
 def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
     """`index`, which must be (size,), or (any,) if size is None, on the device of rows, as int32.
 
-    An int64 value outside int32 is clamped to the nearest int32 value, which is out of range too. A plain cast would
-    wrap it, perhaps to a valid row.
+    An int64 value outside int32 is clamped and stays out of range. A plain cast would wrap it, perhaps to a valid row.
     """
     check_tensor("grouped_gemm", name, index, INDEX)
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:

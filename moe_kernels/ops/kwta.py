@@ -189,5 +189,4 @@ def _check(op: str, x: Tensor, k: int, ties: str) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as (rows, N), a view if the strides allow it."""
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])

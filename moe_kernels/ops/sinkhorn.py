@@ -16,10 +16,9 @@ and at the end dS /= tau. Where P is exactly 1, the terms w and -w of dS then ca
 might not: one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
 the gradient is implicit. Kernels compute the potentials again and store O(n) numbers for each iteration in backward.
 
-At tau = 1e-7, S / tau is 1e7 for a score of 1; near 1e7 float32 numbers are 1 apart. Kernels therefore have two forms.
-If the range of S / tau in each row is small, they scale exp((S - row maximum) / tau) by vectors. Otherwise they keep
-potentials in float64 and take differences before exp. Prescribed sums, a tolerance and a falling temperature always
-need potentials.
+Kernels can scale exp((S - row maximum) / tau) by vectors if the range of S / tau in each row is small. Otherwise, and
+always with prescribed sums, a tolerance or a falling temperature, they keep potentials in float64, since near
+S / tau = 1e7 float32 numbers are 1 apart.
 """
 
 from __future__ import annotations
@@ -73,10 +72,10 @@ def sinkhorn(
             computed in float64.
         gradient: "unrolled": the gradient of the computed iterations. "implicit": the gradient of the fixed point, at a
             cost that does not depend on `iterations`; every row sum must be within 1e-5 of 1 (or of `rows`). On a GPU
-            this check waits for the device.
+            this check waits for the device. torch.linalg.solve fails if the result has blocks, like a permutation.
         anneal_from: a temperature of at least tau. The temperature falls geometrically from anneal_from in the first
             iteration to tau in the last; potentials, in units of scores, are kept. For normal scores and n = 8, 60
-            iterations from 1 to 1e-7 reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
+            iterations from 1 to 1e-7 mostly reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
         rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
             and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise the iteration
             does not converge.
@@ -89,10 +88,9 @@ def sinkhorn(
     Returns:
         (..., n, n) in the dtype of scores.
 
-    Gradient: to scores and noise (and, unrolled, to rows and columns), with the factor 1 / tau. At tau = 1e-7 most of
-    its elements are exactly 0, since most of the result are exactly 0 or 1. Kernels are once differentiable. torch.vmap
-    is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's counter) a matrix: 4 n^2 an
-    iteration forward, 12 n^2 backward (the multiply-adds of scaling by vectors), or 2 n^3 in all if implicit.
+    Gradient: to scores and noise, with the factor 1 / tau; unrolled, also to rows and columns. Kernels are once
+    differentiable. torch.vmap is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's
+    counter) a matrix: 4 n^2 an iteration forward, 12 n^2 backward; implicit backward 2 n^3 without the linear solve.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform
@@ -137,7 +135,7 @@ def sinkhorn(
 
 
 def _temperatures(first: float, last: float) -> Tensor:
-    """Both as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
+    """`first` and `last` as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
     if not is_compiling():
         return torch.tensor([first, last], dtype=torch.float64, device="cpu")
     one = torch.ones((), dtype=torch.float64, device="cpu")

@@ -153,7 +153,6 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
 
 
 def error_text(raised: Exception) -> str:
-    """The type of an error and the first line of its message."""
     return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
 
 
@@ -218,7 +217,6 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of x as integers if x is floating, else x."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
 
@@ -228,5 +226,4 @@ def _double(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

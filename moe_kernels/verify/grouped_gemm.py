@@ -1,7 +1,4 @@
-"""Cases of the grouped GEMM, on gathered rows and with every activation; expert_mlp and expert_norms share the inputs.
-
-The second product of the expert MLP tests rows that are not gathered.
-"""
+"""Cases of the grouped GEMM on gathered rows; expert_mlp, with the same inputs, tests others in its second product."""
 
 from __future__ import annotations
 

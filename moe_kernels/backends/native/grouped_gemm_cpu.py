@@ -1,6 +1,6 @@
 """The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp if in_cpp returns True, else by torch.mm.
 
-After torch's products, C++ adds the bias and applies the activation. If torch computes in 16 bits, it adds the bias.
+After torch's products, C++ adds the bias, unless torch did so (in 16 bits), and applies the activation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
 # Most multiply-adds per expert, on average, for which C++ always multiplies: one thread needs about 60 us for them.
 SMALL = 2**21
-# Fewest rows per thread for which C++ multiplies larger experts. With fewer rows torch.mm is faster, since its threads
-# share the columns.
+# Fewest rows per thread for which C++ multiplies larger experts, if there are fewer experts than threads. With fewer
+# rows torch.mm is faster, since its threads share the columns.
 LEAST = 24
 # Most bytes of intermediate results for which the expert MLP is one C++ call, which saves 10 us. With larger results
 # separate calls are faster: a result then takes memory that an earlier one freed, without page faults.
@@ -114,8 +114,7 @@ def mlp(
 ) -> tuple[Tensor, Tensor] | None:
     """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
 
-    plan: expert_offsets, row_token and slot_row. If it is None, C++ makes the plan from experts (T, K); ids from E on
-    are no choices.
+    plan: expert_offsets, row_token, slot_row; if None, C++ plans experts (T, K), in which ids from E on are no choices.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape
@@ -190,11 +189,8 @@ def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: in
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """torch's products, and the bias that C++ must still add, or None.
-
-    If torch computes in 16 bits, it adds the bias before it rounds. A bias added after rounding may cancel most of the
-    product and leave the rounding error.
-    """
+    """torch's products, and the bias that C++ must still add, or None. In 16 bits torch adds it before rounding: a bias
+    added after rounding may cancel most of the product and leave the rounding error."""
     added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
 

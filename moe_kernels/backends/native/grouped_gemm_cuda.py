@@ -1,4 +1,4 @@
-"""The grouped GEMM on tensor cores: csrc/cuda/grouped_gemm.cu and its gradients, expert_mlp.cu and expert_norms.cu."""
+"""The grouped GEMM and functions that contain it: csrc/cuda/grouped_gemm*.cu, expert_mlp.cu and expert_norms.cu."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def hidden_bwd(
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """rows (R, D) -> (T, D): the sum of each token's rows."""
     out = rows.new_empty((num_tokens, rows.shape[1]))
     if rows.numel() == 0 or num_tokens == 0:
         return out.zero_()

@@ -1,7 +1,7 @@
 """The products of x with a tree gate's weights on CPU tensors: all of them, as a grouped GEMM of one expert, or, if
 enough nodes are saturated, only those of nodes and leaves that a token reaches (csrc/cpu/tree_gate_products.cpp).
 
-The trees are divided into a few top nodes, which are computed for all tokens, and branches (_nodes_above) below them.
+The trees are divided into top nodes, which are computed for all tokens, and branches (_nodes_above) below them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _nodes_above(leaf_weight: Tensor) -> int:
     """Number of a tree's top nodes, above the branches; 0 if the tree is not divided.
 
     A branch is a subtree of at most four levels of nodes, and their leaves. Trees of up to 32 experts would have at
-    most two branches. Trees of over 1024 experts would have more than the 64 bits of tree_reach, one for each branch.
+    most two branches, and trees of over 1024 experts more than 64, the number of bits in tree_reach.
     """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
     return 2**levels - 1 if 1 < levels <= 6 else 0
