@@ -1,8 +1,7 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// A thread computes one token at a time. Forward multiplies probabilities from the root down, level by level; backward
-// adds gradients from the leaves up. In heap order the nodes of a level are neighbours, and so are their children, so
-// levels are computed in vectors. All exponentials are computed in one loop over the leaves of all trees.
+// Forward multiplies probabilities from the root down, level by level; backward adds gradients from the leaves up. In
+// heap order the nodes of a level are neighbours, and so are their children, so levels are computed in vectors.
 
 #include "ops.h"
 

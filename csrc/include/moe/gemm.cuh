@@ -42,7 +42,6 @@ using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 // 20 KB each in flight, 120 KB in all. An SM needs 19 KB in flight: its share (1 / 108) of 2 TB/s at a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// For rows that start at multiples of 4 bytes, and for rows that start anywhere.
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
@@ -144,8 +143,7 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i) returns the index of column i in a row of the matrix, columns_left(i) the number of columns from this
-  // index on.
+  // column_at(i): index of column i in a row of the matrix. columns_left(i): number of columns from this index on.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {

@@ -1,5 +1,4 @@
-// Vectors as wide as the instruction set of the translation unit allows (GCC's vector extension), and exp and log of
-// vectors.
+// Vectors as wide as the translation unit's instruction set allows (GCC's vector extension), and their exp and log.
 #pragma once
 
 #include <cstdint>

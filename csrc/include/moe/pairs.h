@@ -18,8 +18,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: whether pairs can be multiplied in code for this instruction set, with sums of type T. multiplies_pairs():
-// whether this processor has AVX512-BF16.
+// kPairs<T>: whether code for this instruction set can multiply pairs, with sums of type T. multiplies_pairs(): whether
+// it can on this processor.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;

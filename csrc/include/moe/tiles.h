@@ -112,10 +112,9 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With AVX-512 and a 512 x 512 B, reading in place is 1.8, 1.26 and 1.06 times as fast as packing for
-// 4, 6 and 24 rows. Packing becomes faster from 24 to 48 rows on if `apart` is 4 KB or more, since rows then share few
-// sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most one cache
-// line wide, and reading in place takes 1.1 to 1.5 times as long for 16 rows.
+// row to row of B. With AVX-512, packing was faster from 24 to 48 rows on if `apart` was 4 KB or more, since rows then
+// share few sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most
+// one cache line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
@@ -221,8 +220,7 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // of four rows (0.9 of the time for 8 rows). This excludes an a that is packed or
-    // is being packed, since a tile could cross the end of a packed block.
+    // (0.9 of the time for 8 rows). If a is packed, or is being packed, a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
