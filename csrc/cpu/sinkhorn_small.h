@@ -1,5 +1,4 @@
-// sinkhorn_scaled.h for n = 4, known at compile time, so that loops unroll. Two parts of a group (sinkhorn_stage.h) are
-// computed together, so that their latencies overlap.
+// sinkhorn_scaled.h for n = 4, with unrolled loops. Two parts of a group (sinkhorn_stage.h) overlap their latencies.
 #pragma once
 
 #include "sinkhorn_scaled.h"

@@ -73,9 +73,8 @@ struct TokenBuffers {
     }
   }
 
-  // Computes q; the softmax over the leaves of all trees is q times the returned scale. A leaf takes part if its
-  // probability is not below `least` (a NaN is not). For other leaves exp(0) is computed and not used, since exp(-inf)
-  // takes a microcode assist of 150 cycles a vector.
+  // Computes q; the softmax over all leaves is q times the returned scale. A leaf takes part if its probability is not
+  // below `least` (a NaN is not). For other leaves exp(0) is computed, as exp(-inf) is slow.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};

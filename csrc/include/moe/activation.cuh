@@ -19,8 +19,7 @@ struct Point {
 
 // `below` is the standard normal distribution function at x, `density` its derivative. For x <= 0 the function is
 // computed as P(t) e^(-x^2 / 2) with t = 1 / (1 + 0.29 |x|) and a fitted polynomial P. Without rounding errors its
-// relative error is at most 8e-8 for |x| <= 13. erff takes more instructions, and for x < -5 the sum
-// 1 + erff(x / sqrt(2)) has less than two correct digits.
+// relative error is at most 8e-8 for |x| <= 13. erff takes more instructions, and 1 + erff(x / sqrt(2)) cancels.
 struct Normal {
   float below, density;
 

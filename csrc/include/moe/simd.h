@@ -1,6 +1,5 @@
 // Functions of the CPU kernels that need special instructions, mostly for masks of one bit for each element. Each
-// kernel file of csrc/cpu is compiled once per instruction set (MOE_ISA: base, avx2 or avx512); macros such as __AVX2__
-// select the code.
+// kernel file of csrc/cpu is compiled once per instruction set (MOE_ISA).
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,7 @@
 // Matrix products C = A B that are small enough for the caches. A tile of C is in registers. A panel, a few vectors
 // wide, of the columns of B is packed and padded with zeros, or read in place. Every tile adds the terms of an element
 // in the order of k, so a result depends neither on the number of threads nor on other rows. Its rounding depends on
-// the processor: on fused multiply-adds, on products of pairs (pairs.h), and on where callers split long sums (kDepth
-// in cpu/grouped_gemm.h).
+// the processor: on fused multiply-adds, on pairs (pairs.h), and on kDepth (cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -144,8 +143,7 @@ struct PanelProduct {
   char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
 
   // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
-  // some rows are computed twice if left < M. The distance between the halves is constant, so the pointer at[m] serves
-  // row m of both, with offset `upper` or `lower`.
+  // some rows are computed twice if left < M. The distance between the halves is constant: at[m] serves row m of both.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -250,8 +248,7 @@ struct PanelProduct {
   }
 };
 
-// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Element (k, j) of b is
-// b[k * b_k + j * b_j], and b_k or b_j is 1.
+// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Of b's strides, b_k or b_j is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {
