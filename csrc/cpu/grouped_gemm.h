@@ -70,7 +70,6 @@ struct GatheredRows {
   }
 };
 
-// Number of steps of the inner loop of a product (rows, depth) by (depth, columns): `depth` in each tile, at least 1.
 template <class T>
 int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);

@@ -254,7 +254,7 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While they
 // multiply 16 k, they load the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied. Then all warps may read the next stage, and copies may refill the present one: it is in registers.
+// multiplied. After the barrier all warps may read the next stage and refill this one, which is in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
