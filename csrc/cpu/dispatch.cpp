@@ -1,5 +1,4 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py). A token is copied to all of its rows in turn, so that it is
-// read from memory at most once.
+// Dispatch on the CPU (definition: python_ref/dispatch.py). A token is read once for all its rows.
 
 #include "ops.h"
 

@@ -17,8 +17,7 @@ namespace {
 constexpr int64_t kDotRows = 4;  // largest number of rows of an expert that dot products multiply
 constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of additions
 
-// to[c] = sum over k < depth of a[k] * columns[c * apart + k], for c < C. Each vector lane sums some of the terms; at
-// the end the lanes are added. In: T or Bf16Pair; the product of two pairs is the sum of two products (pairs.h).
+// to[c] = sum over k < depth of a[k] * columns[c * apart + k], for c < C. In: T or Bf16Pair (pairs.h).
 template <int C, class T, class In>
 MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int64_t apart, int64_t depth) {
   constexpr int lanes = kLanes<T>;

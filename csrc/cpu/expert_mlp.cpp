@@ -7,7 +7,6 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// to[i] = id[i], or -1 if id[i] >= num_experts. Returns false if an id is below -1.
 template <class Index>
 bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32_t* to) {
   const auto* id = static_cast<const Index*>(experts);

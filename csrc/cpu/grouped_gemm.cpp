@@ -1,5 +1,5 @@
-// Kernels with grouped products on the CPU (definition of the product: python_ref/grouped_gemm.py). Bias and activation
-// are applied row by row, while the sums of a row are in the cache. by_torch: products by torch, or null.
+// Grouped products on the CPU (definition: python_ref/grouped_gemm.py), and kernels of the backward pass. Bias and
+// activation are applied row by row, while the sums of a row are in the cache.
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -221,8 +221,8 @@ T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   return dot;
 }
 
-// For each row of an expert, with h = act(pre), w = row_weight, a = dy W_out^T and dy, the row of gemm.x: dpre = w a
-// act'(pre), weighted = w h, drow_weight = <h, a> + <b_out, dy>.
+// For each row, with h = act(pre), w = row_weight, dy = the row of gemm.x and a = dy W_out^T: dpre = w a act'(pre),
+// weighted = w h, drow_weight = <h, a> + <b_out, dy>.
 template <class T>
 void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
                      char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {

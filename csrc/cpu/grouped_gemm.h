@@ -16,8 +16,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Number of terms of a sum that are added at a time: the packed panel of a weight (tiles.h) then has at most 32 KB.
-// Pairs of bfloat16 (pairs.h) are added kPairDepth at a time, in 0.95 to 1.03 of the time of kDepth at a time (Zen 4).
+// Terms of a sum that are added at a time: a packed panel (tiles.h) has at most 32 KB, or 64 KB of pairs (pairs.h).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
@@ -65,14 +64,12 @@ struct GatheredRows {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // Memory of `rows` rows from `first` on, to prefetch; empty if rows are gathered or not contiguous.
   Prefetcher::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
   }
 };
 
-// Number of steps of the inner loop of a product (rows, depth) by (depth, columns): `depth` in each tile, at least 1.
 template <class T>
 int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
@@ -143,8 +140,6 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // Returns a Prefetcher for the rows of the span `later`, if they are contiguous and not gathered, and for the weight
-  // of the expert of `later`, if it is not the expert of `span` and stride_j is not 1.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;

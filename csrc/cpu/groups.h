@@ -15,9 +15,8 @@ namespace {
 constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight for a span takes as long as 10 to 20 rows
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
-// Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread. For several threads
-// it is from kMinRows to `most`, and each thread gets about four shares, for balance: fewer if a share would have less
-// than 2 kMinRows rows, more if `most` requires it.
+// Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread, else kMinRows to
+// `most`. Each of several threads gets about four shares, for balance; fewer if they would have under 2 kMinRows rows.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -30,7 +29,6 @@ struct Span {
   int64_t expert, first, rows = 0;
 };
 
-// Rows of experts: expert e has the rows offsets[e] to offsets[e + 1] - 1.
 struct Groups {
   const int32_t* offsets;
   int64_t num_experts;

@@ -1,12 +1,9 @@
 // k-winner-take-all on the CPU (definition: python_ref/kwta.py).
 //
 // A row is converted to integer keys that order as its values do. Its threshold is found by counting the keys at or
-// above trial keys; nothing is sorted. The first trial comes from the row's mean and variance, later ones from
-// interpolation, then from bisection. Rows of normally distributed values take 3 to 5 counts on average, any row at most
-// about 8 more than a key has bits: 40 for float32.
-//
-// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all next
-// trials in vectors, one lane per row.
+// above trial keys. The first trial comes from the row's mean and variance, later ones from interpolation, then from
+// bisection. Rows of normally distributed values take 3 to 5 counts on average, any row at most about 8 more than a key
+// has bits. Up to 32 rows are searched together: their trials are computed in vectors.
 
 #include "ops.h"
 
@@ -40,7 +37,7 @@ struct Winners {
   int64_t ties;
 };
 
-// count: keys at or above a trial. nearest: a new bound of the threshold, from the trial on if count > k, else below.
+// count: keys at or above a trial. nearest: a new bound of the threshold, below the trial unless count > k.
 template <class Key>
 struct Count {
   int64_t count;
@@ -197,7 +194,6 @@ class Search {
     }
   }
 
-  // Moves the bounds of unfinished rows by their counts, and sets the next trials.
   void update(bool guided) {
     const Int n = n_, k = k_;
 #pragma omp simd
@@ -267,7 +263,7 @@ struct Call {
   uint8_t* mask;
   int64_t rows, n, k;
   Ties ties;
-  float quantile;  // of the standard normal distribution at 1 - k / n
+  float quantile;  // normal_quantile of moe_kernels/backends/_seed.py
   int threads;
 };
 
@@ -326,8 +322,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // Integers of the search have the size of its floats, if n fits in them, so that vectors of both have as many
-    // lanes.
+    // Integers of the search have the size of its floats, if n fits in them: vectors of both have as many lanes.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -1,5 +1,5 @@
 // The Python module moe_kernels._cpu: the kernels of ops.h. Each function takes two arguments before those of its
-// kernel: the index of an instruction set in `isas`, and whether to release the GIL; this pays only for long kernels.
+// kernel: the index of an instruction set in `isas`, and whether to release the GIL.
 
 #include <optional>
 #include <string>

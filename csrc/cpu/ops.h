@@ -2,8 +2,7 @@
 // same name. plan.cpp, expert_mlp.cpp and tree_gate_products.cpp have the functions that CUDA lacks. Differences:
 //
 // * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is CUDA's z.
-// * gamma, epsilon and least are double.
-// * dtype may be float64 and element_size 8. CUDA's float32 arrays are then float64.
+// * dtype may be float64, element_size 8. CUDA's float32 arrays are then float64. gamma, epsilon and least are double.
 // * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype.
 // * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
 // * A function that returns int checks indices: it returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd

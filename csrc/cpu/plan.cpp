@@ -61,8 +61,6 @@ struct Requests {
   }
 };
 
-// Writes kept = min(requested, capacity), its running sum expert_offsets, dropped = sum of requested - kept, and -1 to
-// row_token and row_choice from row expert_offsets[E] on.
 void write_offsets(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
   int64_t row = 0, requested = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -215,7 +213,6 @@ class Matching {
     return best(token, [](Key, int64_t) { return true; });
   }
 
-  // Places `token`, then every token that is displaced.
   void place(int64_t token, int32_t* assigned, int32_t* kept) {
     while (token >= 0) {
       const int64_t expert = best(token, [&](Key key, int64_t e) {

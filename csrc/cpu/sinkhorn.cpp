@@ -1,8 +1,7 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
 // Matrices of up to kPacked x kPacked elements are packed: each vector lane has another matrix. In larger matrices, the
-// elements of a row lie along the lanes. A thread reads one group of matrices at a time (Stage) and computes it in
-// parts (Part). A packed part has one matrix for each lane; otherwise group and part are one matrix.
+// elements of a row lie along the lanes. A thread reads a group of matrices (Stage) and computes it in parts (Part).
 //
 // The iteration has three forms: scaling exp(S / tau) by vectors, in float or in double (sinkhorn_scaled.h;
 // sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
@@ -43,7 +42,7 @@ struct Call {
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices of the part, in double, that begins with matrix `first`.
+// Calls each(matrix, lane) for the matrices of a part in double, from matrix `first` on.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);

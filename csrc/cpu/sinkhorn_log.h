@@ -44,7 +44,6 @@ struct Sums {
     std::fill(rows.data, rows.data + count, 1.0), std::fill(drows.data, drows.data + count, 0.0);
     std::fill(columns, columns + width, 1.0), std::fill(dcolumns, dcolumns + width, 0.0);
   }
-  // read copies the sums of one matrix into `lane`; write copies their gradients out, or NaN if `broken`.
   void read(const double* from_rows, const double* from_columns, int64_t n, int64_t lane) const {
     for (int64_t i = 0; i < n; ++i) rows.data[at(i, lane)] = from_rows[i], columns[at(i, lane)] = from_columns[i];
   }
@@ -75,13 +74,11 @@ struct Potentials {
     return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
   }
 
-  // Sets the state before the first iteration: potentials are 0, and every matrix counts as updated.
   void clear(int64_t n, int64_t width) const {
     for (const auto& each : {row_anchor, row_log, f}) std::fill(each.data, each.data + (packed ? width : n), 0.0);
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
     store(updated, broadcast(1.0));
   }
-  // Copies `before` to matrices that the iteration does not update.
   void restore(const Potentials& before, int64_t n, int64_t width) const {
     const auto updates = load(updated) != 0.0;
     for (int64_t i = 0; i < n; ++i) {

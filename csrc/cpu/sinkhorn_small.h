@@ -1,5 +1,4 @@
-// sinkhorn_scaled.h for n = 4, known at compile time, so that loops unroll. Two parts of a group are computed together, so
-// that their latencies overlap. A part has one matrix in each lane of a vector.
+// sinkhorn_scaled.h for n = 4, with unrolled loops. Two parts of a group (sinkhorn_stage.h) overlap their latencies.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -31,11 +30,9 @@ struct Small {
     for (int p = 0; p < parts; ++p) exponentials(part[p], n, n, inv_tau, k[p]);
     each_of(n, [&](int j, int p) { v[j][p] = broadcast(T(1)); });
   }
-  // u = 1 / (k v), element by element
   void rows() {
     inverses(u, [&](int i, int j, int p) { return at(i, j, p) * v[j][p]; });
   }
-  // v = 1 / (k^T u)
   void columns() {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }

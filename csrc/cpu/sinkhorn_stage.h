@@ -199,8 +199,7 @@ struct RowValues {
   }
 };
 
-// Matrices of a group that are computed together, in T: kLanes<T> matrices of a packed Stage, or the only matrix of an
-// unpacked one. In a packed Stage, results are written only for matrices of form `one` or `other` (constructor).
+// Matrices of a group that are computed together, in T: kLanes<T> of a packed Stage, the only one of an unpacked Stage.
 template <bool packed, class Wide, class T>
 class Part {
  public:

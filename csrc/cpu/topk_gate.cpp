@@ -18,7 +18,6 @@ namespace {
 // Largest k for which a vectorised pass over the row finds each choice; for larger k a partial sort is cheaper.
 constexpr int64_t kPasses = 256;
 
-// The type of keys: 64 bits for float64, else 32.
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 

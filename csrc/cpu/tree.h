@@ -9,8 +9,8 @@ namespace MOE_ISA {
 namespace {
 
 // The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. min(u, 1 - u)
-// is computed as (half - |t|) / gamma with half = gamma / 2. This difference is exact near 0, so no digits of the
-// smaller branch probability are lost. The step is saturated if min(u, 1 - u) is 0.
+// is computed as (half - |t|) / gamma with half = gamma / 2. The difference is exact if |t| is near half, so no digits
+// of the smaller branch probability are lost. The step is saturated if min(u, 1 - u) is 0.
 template <class Wide>
 struct Step {
   Wide half, inverse;

@@ -1,8 +1,7 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// A thread computes one token at a time. Forward multiplies probabilities from the root down, level by level; backward
-// adds gradients from the leaves up. In heap order the nodes of a level are neighbours, and so are their children, so
-// levels are computed in vectors. All exponentials are computed in one loop over the leaves of all trees.
+// Forward multiplies probabilities from the root down, level by level; backward adds gradients from the leaves up. In
+// heap order the nodes of a level are neighbours, and so are their children, so levels are computed in vectors.
 
 #include "ops.h"
 
@@ -74,9 +73,8 @@ struct TokenBuffers {
     }
   }
 
-  // Computes q; the softmax over the leaves of all trees is q times the returned scale. A leaf takes part if its
-  // probability is not below `least` (a NaN is not). For other leaves exp(0) is computed and not used, since exp(-inf)
-  // takes a microcode assist of 150 cycles a vector.
+  // Computes q; the softmax over all leaves is q times the returned scale. A leaf takes part if its probability is not
+  // below `least` (a NaN is not). For other leaves exp(0) is computed, as exp(-inf) is slow.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};

@@ -1,9 +1,7 @@
 // The products of a tree gate with mostly saturated nodes: skips nodes and leaves that a token cannot reach. A node is
-// saturated if its pre-activation is at least gamma / 2 in absolute value. K = trees, P = dim, the features.
-//
-// Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes and leaves. The
-// weights of a branch are multiplied only by the tokens that reach the branch. tree_gate_products_cpu.py computes the
-// few nodes above the branches for all tokens.
+// saturated if its pre-activation is at least gamma / 2 in absolute value. Below its first `levels` levels, a tree is
+// divided into branches (subtrees) of at most kColumns nodes and leaves. The weights of a branch are multiplied only by
+// the tokens that reach it. tree_gate_products_cpu.py multiplies the nodes above. K = trees, P = dim, the features.
 
 #include "ops.h"
 

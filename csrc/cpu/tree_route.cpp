@@ -39,7 +39,7 @@ class Descent {
     const Key *split, *leaf, *split_bias, *leaf_bias;  // (K, E-1, P), (K, E, P), (K, E-1), (K, E); biases may be null
   };
   struct Results {
-    Wide* logits;  // as the arrays below (T, K); merge_trees replaces the logit by the weight
+    Wide* logits;  // (T, K), as the arrays below; merge_trees replaces logits by weights
     int32_t *experts, *visited;
     uint8_t* unsaturated;
   };

@@ -13,7 +13,6 @@ enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, 
 
 constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }
 
-// act(x) and its derivative.
 template <class T>
 struct Sloped {
   T value, slope;

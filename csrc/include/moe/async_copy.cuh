@@ -25,7 +25,6 @@ __device__ __forceinline__ void async_copy(void* destination, const void* source
 #endif
 }
 
-// Makes one group of the copies that this thread started since its last async_commit.
 __device__ __forceinline__ void async_commit() {
 #ifndef SIMT_HOST  // on the host a copy is finished when it returns
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -1,4 +1,4 @@
-// Packs the arguments of a call from Python for a launcher (launcher.h). Only the two module.cpp files include this.
+// Packs the arguments of a call from Python for a launcher (launcher.h).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -8,7 +8,6 @@ namespace moe {
 
 constexpr int kMaxWarps = 32;
 
-// Shared memory for exchange_warp_sums: two sets of slots, with one slot for each warp.
 template <class T>
 struct Exchange {
   T slots[2][kMaxWarps];

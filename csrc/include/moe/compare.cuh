@@ -15,7 +15,6 @@ __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count)
 #endif
 }
 
-// Returns count + (x >= y) for the float32 numbers with the bits x and y. A comparison with NaN is false.
 __device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (__uint_as_float(x) >= __uint_as_float(y));
@@ -34,7 +33,6 @@ __device__ __forceinline__ int count_float_equal(uint32_t x, uint32_t y, int cou
 #endif
 }
 
-// Returns a word of all ones if x >= y, else 0, for the float32 numbers with the bits x and y.
 __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return __uint_as_float(x) >= __uint_as_float(y) ? 0xffffffffu : 0;

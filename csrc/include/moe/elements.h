@@ -26,7 +26,6 @@ struct Elements {
   void (*add)(T* to, const void* from, int64_t count);  // to += from
   void (*narrow)(void* to, const T* from, int64_t count);
 
-  // Returns `count` elements as T: `from` itself if they are of type T, else `room` with the converted elements.
   const T* read(const void* from, T* room, int64_t count) const {
     if (same_type) return static_cast<const T*>(from);
     widen(room, count, from, 0, nullptr, 1, count);

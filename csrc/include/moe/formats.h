@@ -1,7 +1,6 @@
 // Element types of the CPU kernels, as template arguments F. F::Key is a signed integer with the size of an element,
 // and F::Wide the type of the computation. Kernels read memory as F::Key, so that the compiler never does 16-bit
-// arithmetic in floating point. key_of turns an element's bits into a key: an integer of type F::Key that orders as the
-// values do. The conversions vectorise.
+// arithmetic in floating point. A key is an integer of type F::Key that orders as the values do.
 #pragma once
 
 #include <algorithm>
@@ -86,8 +85,7 @@ struct Float16 {
   }
 };
 
-// The key of an element: its bits without the sign, negated for a negative value. -0 and +0 have the same key, NaN has
-// the key inf + 1.
+// The key of an element: its bits without the sign, negated for a negative value. NaN has the key inf + 1.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;

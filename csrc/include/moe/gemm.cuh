@@ -2,10 +2,9 @@
 // ldmatrix loads fragments of them, and mma.sync adds their products to float32 sums in registers. Shared memory is a
 // ring of stages; a stage holds both factors for some consecutive k.
 //
-// Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a
-// row for each outer index (AlongK). A factor that is contiguous along the outer index is staged with a row for each k
-// (AcrossK), and ldmatrix transposes it. Elements past the end of a row or column are staged as zeros, and so are
-// gathered rows with a negative index.
+// Each factor has an outer index and the common index k. A factor that is contiguous along k is staged with a row for
+// each outer index (AlongK). A factor that is contiguous along the outer index is staged with a row for each k
+// (AcrossK), and ldmatrix transposes it. Elements past the end of a row or column are staged as zeros.
 #pragma once
 
 #include "moe/async_copy.cuh"
@@ -42,14 +41,12 @@ using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 // 20 KB each in flight, 120 KB in all. An SM needs 19 KB in flight: its share (1 / 108) of 2 TB/s at a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// For rows that start at multiples of 4 bytes, and for rows that start anywhere.
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
 // The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads the same piece of 8 rows
 // at once. To avoid bank conflicts, these must be in different 16-byte parts of the 128 bytes of all banks. Therefore
-// piece p is stored in the place of piece p ^ (row % 8) if rows have 128 bytes or more, else (64 bytes) of piece
-// p ^ (row / 2 % 4).
+// piece p is stored in the place of piece p ^ (row % 8), or p ^ (row / 2 % 4) if rows have 64 bytes.
 template <int COLUMNS>
 __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
@@ -144,8 +141,7 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i) returns the index of column i in a row of the matrix, columns_left(i) the number of columns from this
-  // index on.
+  // column_at(i): index of column i in a row of the matrix. columns_left(i): number of columns from this index on.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {
@@ -258,8 +254,7 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While they
 // multiply 16 k, they load the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied. After the barrier all warps may read the next stage, and the present one may be filled again, since its
-// fragments are in registers.
+// multiplied. After the barrier all warps may read the next stage and refill this one, which is in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;

@@ -81,7 +81,6 @@ struct Bias {
     for (int d = 0; d < kPiece; d++) sums[d] += bias[d];
   }
 
-  // The inner product of the bias and `with` over up to 8 columns, from `column` on.
   __device__ float dot(int expert, int column, int count, bool vectorized, const Piece& with) const {
     Piece bias;
     read_piece(values + expert * stride + column, count, vectorized, bias);

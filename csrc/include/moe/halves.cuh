@@ -24,7 +24,6 @@ __device__ __forceinline__ uint32_t half2_reaches(uint32_t x, uint32_t y) {
 #endif
 }
 
-// Each half of the result is all ones if the halves of x and y are equal, else 0. It is 0 if either is NaN.
 __device__ __forceinline__ uint32_t half2_equals(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return half2_compare(x, y, [](float a, float b) { return a == b; });

@@ -1,7 +1,6 @@
 // Keys: signed integers that order as floating-point numbers do. The key of a number is its bits without the sign,
 // negated for a negative number; -0 and +0 have the same key. A stored key is unsigned: the key plus kZero. NaN is
-// stored as kNaN, the number after the stored key of +inf. A 32-bit word holds one stored key of 32 bits or two of 16
-// bits.
+// stored as kNaN, the number after the stored key of +inf. A 32-bit word holds one stored key of 32 bits or two of 16.
 #pragma once
 
 #include "moe/compare.cuh"

@@ -1,5 +1,4 @@
-// Vectors as wide as the instruction set of the translation unit allows (GCC's vector extension), and exp and log of
-// vectors.
+// Vectors as wide as the translation unit's instruction set allows (GCC's vector extension), and their exp and log.
 #pragma once
 
 #include <cstdint>
@@ -133,8 +132,7 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x of normal x to a unit in the last place. AVX-512: 14 bits of an estimate are correct, and twice as many after a
-// Newton step.
+// 1 / x of normal x to a unit in the last place. AVX-512: an estimate has 14 bits, a Newton step doubles them.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -154,8 +152,7 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x of normal x to 2^-42, for results rounded to float. AVX-512: one step of third order takes an instruction less
-// than two Newton steps.
+// 1 / x of normal x to 2^-42, for results rounded to float. A step of third order is cheaper than two Newton steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -168,8 +165,7 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 // exp(x) for |x| <= 708 with an error of at most 4 units in the last place. The result is NaN for NaN and undefined for
 // other x. x = n log 2 + r with |r| <= log(2) / 2, and exp(r) is a Taylor polynomial up to r^12 (remainder below
 // 2e-16), computed in three independent parts. With AVX-512, x = n log(2) / 16 + r, and a table in two registers has
-// 2^(j / 16) for the low four bits j of n. A polynomial up to r^7 is then enough, and the code has two thirds of the
-// instructions.
+// 2^(j / 16) for the low four bits j of n. A polynomial up to r^7 is then enough.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
@@ -204,10 +200,9 @@ inline Vec<double> exp(Vec<double> x) {
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float with an error of at most 2 units in the last place, for (a - b) * scale from -80 to 80
-// and a scale from 1e-30 to 1e30. With d = a - b, the result is 2^n times a Taylor polynomial up to r^7, with
-// r = (d - n log 2 / scale + lost) * scale. `lost` is the exact rounding error of d. log 2 / scale is split into high
-// and low, so that n * high is exact.
+// exp((a - b) * scale) in float to 2 units in the last place, for (a - b) * scale from -80 to 80 and scale from 1e-30
+// to 1e30. With d = a - b, it is 2^n times a Taylor polynomial up to r^7 of r = (d - n log 2 / scale + lost) * scale.
+// `lost` is the rounding error of d. log 2 / scale is high + low, so that n * high is exact.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

@@ -14,8 +14,7 @@ namespace moe {
 // have at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
-// The most shared memory, static and dynamic, that a block can have on the current device: 163 KB on sm_80, 99 KB on
-// sm_86, sm_89 and sm_120, and 227 KB on sm_90. If CUDA reports an error, kDefaultSharedBytes.
+// The most shared memory, static and dynamic, that a block can have on the current device: 163 KB on sm_80.
 inline int64_t shared_memory_limit() {
 #ifdef SIMT_HOST
   return static_cast<int64_t>(simt::shared_memory_limit());

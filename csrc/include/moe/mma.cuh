@@ -35,7 +35,6 @@ __device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], const void*
 #endif
 }
 
-// c += a b, for T = __nv_bfloat16 or __half.
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;

@@ -1,6 +1,5 @@
 // Pairs of bfloat16 numbers, the first one in the lower half of 32 bits. An instruction of AVX512-BF16 multiplies two
-// vectors of pairs: each lane of a float32 sum gains two products, where an instruction on float32 adds one. Matrix
-// products (tiles.h) treat a pair as one element.
+// vectors of pairs: each lane of a float32 sum gains two products. A pair is one element in tiles.h.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +17,7 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: whether pairs can be multiplied in code for this instruction set, with sums of type T. multiplies_pairs():
-// whether this processor has AVX512-BF16.
+// Whether code for this instruction set can multiply pairs, with sums of type T, and whether it can on this processor.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;

@@ -71,7 +71,6 @@ struct RowGrid {
   }
 };
 
-// Calls each(piece) for this thread's pieces of a row of `vectors` pieces.
 template <class Each>
 __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);

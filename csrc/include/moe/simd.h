@@ -1,6 +1,5 @@
 // Functions of the CPU kernels that need special instructions, mostly for masks of one bit for each element. Each
-// kernel file of csrc/cpu is compiled once per instruction set (MOE_ISA: base, avx2 or avx512); macros such as __AVX2__
-// select the code.
+// kernel file of csrc/cpu is compiled once per instruction set (MOE_ISA).
 #pragma once
 
 #include <cstdint>
@@ -158,8 +157,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows. With AVX2 or AVX-512, stores bypass the cache if all rows have more than kLarge bytes, each row a
-// multiple of 64, and `to` is aligned to a vector. A store to the cache reads the line first, a third of the traffic.
+// Copies rows. With AVX2 or AVX-512, stores bypass the cache if all rows together have more than kLarge bytes,
+// each row a multiple of 64, and `to` is aligned. A store to the cache reads the line first, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

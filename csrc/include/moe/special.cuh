@@ -1,5 +1,5 @@
 // Functions of float32 that are one instruction of the special function unit. CUDA's exp2f takes four instructions on
-// sm_80, since it also handles subnormal numbers; its division and sqrtf also round correctly, and take eight or more.
+// sm_80, since it also handles subnormal numbers; its division and sqrtf round correctly, and take eight or more.
 #pragma once
 
 #include <cmath>

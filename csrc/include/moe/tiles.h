@@ -1,8 +1,7 @@
 // Matrix products C = A B that are small enough for the caches. A tile of C is in registers. A panel, a few vectors
 // wide, of the columns of B is packed and padded with zeros, or read in place. Every tile adds the terms of an element
 // in the order of k, so a result depends neither on the number of threads nor on other rows. Its rounding depends on
-// the processor: on fused multiply-adds, on products of pairs (pairs.h), and on where callers split long sums (kDepth
-// in cpu/grouped_gemm.h).
+// the processor: on fused multiply-adds, on pairs (pairs.h), and on kDepth (cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -112,10 +111,9 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With AVX-512 and a 512 x 512 B, reading in place is 1.8, 1.26 and 1.06 times as fast as packing for
-// 4, 6 and 24 rows. Packing becomes faster from 24 to 48 rows on if `apart` is 4 KB or more, since rows then share few
-// sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most one cache
-// line wide, and reading in place takes 1.1 to 1.5 times as long for 16 rows.
+// row to row of B. With AVX-512, packing was faster from 24 to 48 rows on if `apart` was 4 KB or more, since rows then
+// share few sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most
+// one cache line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
@@ -145,8 +143,7 @@ struct PanelProduct {
   char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
 
   // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
-  // some rows are computed twice if left < M. The distance between the halves is constant, so the pointer at[m] serves
-  // row m of both, with offset `upper` or `lower`.
+  // some rows are computed twice if left < M. The distance between the halves is constant: at[m] serves row m of both.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -221,8 +218,7 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // of four rows (0.9 of the time for 8 rows). This excludes an a that is packed or
-    // is being packed, since a tile could cross the end of a packed block.
+    // (0.9 of the time for 8 rows). If a is packed, or is being packed, a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
@@ -252,8 +248,7 @@ struct PanelProduct {
   }
 };
 
-// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Element (k, j) of b is
-// b[k * b_k + j * b_j], and b_k or b_j is 1.
+// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Of b's strides, b_k or b_j is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {

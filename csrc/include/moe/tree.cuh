@@ -18,7 +18,6 @@ struct Tree {
   __device__ int expert(int leaf) const { return leaf >= full ? leaf - full : leaf - num_experts + deep; }
 };
 
-// most_or_nan: the larger of two numbers; least_or_nan: the smaller. NaN if either number is NaN.
 __device__ __forceinline__ float most_or_nan(float a, float b) {
 #ifdef SIMT_HOST
   return a != a || a > b ? a : b;

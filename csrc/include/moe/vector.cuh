@@ -1,5 +1,4 @@
-// Loads and stores of global memory. store_streaming is for data that the kernel does not read again: the cache evicts
-// it first.
+// Loads and stores of global memory. The cache evicts data of store_streaming first.
 #pragma once
 
 #include "moe/platform.cuh"
