@@ -1,7 +1,6 @@
 // k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows (launch_rows) are read again in each pass.
 // Thresholds are keys: integers in the order of the values (moe/keys.cuh). A pass counts the elements that reach a
-// threshold, that is, are at least as large. The first threshold is that of a Gaussian row. Gaussian rows take two to
-// five passes in the median, any row at most 40.
+// threshold, that is, are at least as large. The first threshold is that of a Gaussian row.
 #include <algorithm>
 #include <cmath>
 
@@ -16,8 +15,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that interpolate the next threshold, before bisection. The last two try key 0 if it is between the bounds, and
-// key 1 if the lower bound is 0, since rows that are not Gaussian may have many zeros.
+// Passes before bisection. The last but one tries key 0 if it is between the bounds, the last key 1 if the lower bound
+// is 0, since rows that are not Gaussian may have many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -133,8 +132,8 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Sets `chosen` to masks of the winners among this thread's elements of the edges (head and tail, see kwta_frame.h).
-// Ties of the head win first, ties of the tail last. Subtracts the number of ties of the head from `needed`.
+// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame.h), and subtracts the
+// number of ties of the head from `needed`. Ties of the head win first, ties of the tail last.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {

@@ -1,5 +1,4 @@
-// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix from memory in every
-// iteration. A warp takes every `warps`-th row. Sums along columns are combined in shared memory.
+// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix in every iteration.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // largest n; needs at most 99 KB of shared memory (sm_86)
+constexpr int kLargest = 1024;       // largest n; the 99 KB of shared memory of sm_86 suffice
 constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {

@@ -129,8 +129,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. All but the head of a list is in
-// shared memory: removing the head then only increments a pointer. In registers every element would move.
+// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. The rest of a list is in shared
+// memory, where removing a head moves a pointer; in registers it would move every element.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;

@@ -2,8 +2,8 @@
 pre-activations; and each token's sum of its rows.
 
 The gradient to rows comes from the forward kernel on transposed weights. For the weight gradient a program computes a
-tile of dW from all rows of its expert, in order and without atomics. It reads operands by pointers on every device: a
-bulk copy (TMA) reads a whole block of rows, so the last block of an expert would include rows of the next expert.
+tile of dW from all rows of its expert, in order. It reads operands by pointers on every device: a bulk copy (TMA) reads
+a whole block of rows, so the last block of an expert would include rows of the next expert.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def choose_tiles(
     of the largest tile's) or for all other sizes.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and a kernel is
-    compiled for each tile size. Larger tiles cost little: 128 rows take 128 FLOPs for each byte of weights, and an A100
-    needs more time to read the byte from memory than for these FLOPs.
+    compiled for each tile size. Larger tiles cost little: on an A100 128 FLOPs for each byte of weights take less time
+    than reading the byte from memory.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

@@ -2,9 +2,8 @@
 
 Each round of the search counts the elements that reach a trial threshold. One instruction compares both halves of a
 word as float16. Bit patterns of bfloat16 compare correctly too up to magnitude 2^121; greater ones are NaN in float16.
-If the float16 sum of a row is NaN, as with any such element, the program's rows first become integers (_ordered), which
-take more instructions for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a
-round; rows of up to 512 elements share a warp.
+If the float16 sum of a row is NaN, the program's rows first become integers (_ordered), which take more instructions
+for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a round.
 
 The middle of a row consists of the 16-byte vectors (eight elements) that lie wholly in the row. A row that starts or
 ends inside a vector has edges too: up to seven elements before the middle (head) and after it (tail).
@@ -83,7 +82,7 @@ def _sums(x, edge):
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether the float16 sum of the low or of the high halves of a row is NaN, as it is if one of them is NaN."""
+    """Whether the float16 sum of the low or of the high halves of a row is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)

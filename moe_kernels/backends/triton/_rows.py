@@ -16,7 +16,6 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def tile(dim: int) -> dict[str, int]:
-    """Tile sizes and warps of a program for rows of `dim` elements."""
     # Longer rows are split into blocks of LONGEST / 2: with more, combine's backward would spill registers.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
@@ -28,8 +27,8 @@ def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> in
     addresses, else 1.
 
     Kernels get n and the strides divided by this unit and multiply them again, so the compiler knows a divisor. Given
-    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time.
-    The unit is 1 if n or a stride is 2^31 or more, since the product in the kernel could overflow 32 bits.
+    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time. The
+    unit is 1 if n or a stride is 2^31 or more: the product in the kernel could overflow 32 bits.
     """
     size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):

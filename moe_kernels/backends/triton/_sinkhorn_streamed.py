@@ -1,8 +1,7 @@
-"""Sinkhorn's iteration in logarithms for n > 64, or n > 32 in a backward with SUMS. A program has one matrix and reads
-it in every iteration, ROWS rows at a time.
+"""Sinkhorn's iteration in logarithms for n > 64, or n > 32 in streamed_bwd with SUMS. A program has one matrix and
+reads it in every iteration, ROWS rows at a time.
 
-f and g are the potentials of rows and columns, each anchor + tau * logarithm (log_sum_exp). SUMS: row and column sums
-are prescribed, or there is a tolerance.
+f and g are the potentials of rows and columns, each anchor + tau * logarithm. SUMS: see _sinkhorn_resident.py.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def _vector(ptr, first, n, SIZE: tl.constexpr):
 
 @triton.jit
 def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
-    """Subtracts d (SIZE) from the program's row of ptr (B, n), from `first` on."""
     ptrs, inside = _vector(ptr, first, n, SIZE)
     tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) - d, mask=inside)
 

@@ -2,8 +2,8 @@
 
 A tree of E leaves has 2^DEPTH places, one for each possible leaf of the last level, from left to right. A leaf of the
 level above takes the left one of its two places; in the layout GROUPS leaves take consecutive places instead.
-Forward and backward compute the probabilities of places from the root down (_reach). Backward then sums pairs of
-neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel includes the matrix products.
+Backward sums pairs of neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel
+includes the matrix products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def _share(t, sign, half, slope):
 
 @triton.jit
 def _clamp(t, half):
-    """t clamped to [-half, half]; NaN stays NaN."""
     t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
 
@@ -188,7 +187,6 @@ def _gates(
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Stores gates and leaf probabilities of BLOCK_T tokens."""
     split_logits_ptr += first * K * (E - 1)
     leaf_logits_ptr += first * K * E
     leaf_probs_ptr += first * K * E
@@ -290,8 +288,7 @@ def _tree_gate_bwd(
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow, so
-        # share is multiplied by v first.
+        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
