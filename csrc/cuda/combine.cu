@@ -11,8 +11,7 @@ namespace {
 // kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles at the same time.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM. A thread then has 48 registers, enough for kBatch rows. Without this bound the compiler uses fewer
-// registers and loads one row after the other.
+// Blocks per SM: a thread then has 48 registers. Without this bound the compiler would load one row after the other.
 constexpr int kBlocks = 5;
 
 // Piece `v` and the weight of kBatch rows. For a dropped choice or a choice past `count`: row -1, zeros and weight 0.

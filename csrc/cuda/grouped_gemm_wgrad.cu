@@ -7,8 +7,7 @@
 namespace moe {
 namespace {
 
-// Tiles for rows that do not divide into pieces of 16 bytes, and for gradients with fewer than kFewBlocks tiles of
-// 128 x 128. kFewBlocks is two blocks for each SM of an A100.
+// Tiles for rows not in pieces of 16 bytes, and for fewer than kFewBlocks large tiles (two for each SM of an A100).
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;

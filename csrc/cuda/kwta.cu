@@ -15,8 +15,7 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes before bisection. The last but one tries key 0 if it is between the bounds, the last key 1 if the lower bound
-// is 0, since rows that are not Gaussian may have many zeros.
+// Passes before bisection. As rows may have many zeros, the last two try key 0, then key 1 if the lower bound is 0.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -30,8 +29,7 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool other_values;  // values are not x
-  // Rows of x, values and y start at the same offset from a multiple of 16 bytes. Rows of x and mask start at the same
-  // offset, in elements, from a multiple of 4 elements.
+  // Rows of x, values and y have the same offset from multiples of 16 bytes, rows of x and mask from 4 elements.
   bool aligned;
   float z;        // standard normal quantile of 1 - (k - 0.5) / n
   float spacing;  // mean distance between neighbours near z in a sorted row of n standard normal numbers
@@ -42,9 +40,8 @@ struct Cut {
   int above, needed, ties;  // ties: number of elements with key above - 1, if needed > 0
 };
 
-// Invariant: at least k elements reach key `low`, and at most k reach `high`. The search ends with high = low + 1. Then
-// `low` is the k-th largest key, unless exactly k elements reach `high`. The rows of a warp are searched together; a
-// row that is finished keeps high = low + 1.
+// Invariant: at least k elements reach key `low`, and at most k reach `high`. At the end high = low + 1, and `low` is
+// the k-th largest key unless exactly k elements reach `high`. A finished row stays so while others of its warp go on.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;

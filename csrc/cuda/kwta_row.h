@@ -115,8 +115,7 @@ struct Plain<float> {
 };
 
 // Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
-// registers; with 0 they are read again in each pass. Edges (head and tail of the row) stay in registers: a thread
-// holds EDGES elements of each, none if EDGES is 0.
+// registers; with 0 they are read again in each pass. A thread also holds EDGES elements of the head and of the tail.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;

@@ -177,8 +177,7 @@ class Team {
     return total[0];
   }
 
-  // Whether `value` is true in any thread of the team. `value` must be the same in all threads of a column, since only
-  // the threads of this warp vote. A warp has threads of every column.
+  // `value` must be the same in all threads of a column: only this warp votes, which has threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -257,8 +256,7 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double, then rounded to T.
-// Padding has k = 0, u = 0, and, after the first iteration, v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0, u = 0 and, after an iteration, v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];

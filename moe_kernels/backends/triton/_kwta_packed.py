@@ -43,8 +43,7 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of `pairs` that is >= the same half of `least`, else 0. If ordered, the halves of `least` are
-    equal and not 0."""
+    """0xFFFF in each half of `pairs` that is >= that of `least`, else 0. Ordered, `least` has equal halves, not 0."""
     if ordered:
         # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
         # No term depends on `pairs` alone: the compiler would keep such a term in registers during the search.

@@ -1,5 +1,4 @@
-"""Sinkhorn's iteration on k = exp((scores - row maximum) / tau), computed once and scaled by vectors u and v:
-P = diag(u) k diag(v).
+"""Sinkhorn's iteration on k = exp((scores - row maximum) / tau), computed once and scaled: P = diag(u) k diag(v).
 
 For matrices whose rows have so small a range that k, u and v are normal numbers. The kernels write a flag for each
 matrix: 1 if the matrix needs logarithms, else 0. The kernels of _sinkhorn_resident.py run next and compute the flagged
@@ -48,8 +47,7 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(scaled, broken, x, inv_tau): which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau. Writes
-    the flags: 1 for a matrix that needs logarithms, else 0."""
+    """(which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau). Writes the flags."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)

@@ -31,8 +31,7 @@ TRIALS = 8  # rounds with interpolated trials before bisection; most rows of nor
 
 
 def warps(block: int) -> int:
-    """Warps for a tile of `block` elements: 32 elements a thread from 1024 on, as a round of the search has a fixed
-    cost for each thread."""
+    """Warps for a tile: 32 elements a thread from 1024 on, as a round of the search has a fixed cost a thread."""
     return max(block // 1024, 1)
 
 

@@ -239,8 +239,7 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # A pending pair is assigned if its token has no earlier pending pair, and if its expert has room for the pair
-        # even after all earlier pending pairs of the expert.
+        # A pair is assigned if its token has no earlier pending pair, and its expert has room after all earlier ones.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)

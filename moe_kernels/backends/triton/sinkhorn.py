@@ -88,8 +88,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if n times the row stride is 2^31 or more: resident kernels have offsets of 32 bits within a
-    matrix, as an address of 64 bits for each row would cost registers."""
+    """x (B, n, n), copied if offsets within a matrix would need 64 bits, which would cost resident kernels registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 

@@ -39,8 +39,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged. If PACKED, the
-    keys contain their experts, and e and next_e are returned unchanged."""
+    """The larger key and its expert, then the smaller; equal keys are not exchanged. If PACKED, a key has its expert."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)

@@ -21,8 +21,7 @@ MAX_EXPERTS = 4096
 MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# FULL: all leaves are at the last level. GROUPS: each group of 16 places has 16 leaves of one level, or no leaves.
-# MIXED: a group may have leaves of two levels.
+# FULL: all leaves are at the last level. GROUPS: 16 places have 16 leaves of a level, or none. MIXED: other trees.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -54,8 +53,7 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision, as the sum of sign t and gamma / 2 is then exact. If sign t is gamma / 2, the
-    result is 1 up to two roundings, and its smooth step is 1.
+    A result near 0 has full precision: sign t + gamma / 2 is then exact. At gamma / 2 its smooth step is exactly 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -134,8 +132,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
     """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose logits are row `row` (E - 1) of nodes_ptr.
 
     Places are computed in groups of 16, or in one group if they are fewer: first the probability of the group's root,
-    then both children of this root and of all nodes below it (_below). Node 1 is the root of the tree; node n has the
-    children 2 n and 2 n + 1.
+    then those of all nodes below it (_below). Node 1 is the root of the tree; node n has children 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
