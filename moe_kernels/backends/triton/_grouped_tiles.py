@@ -121,6 +121,7 @@ def _weights(
     w, expert, start, column, k_inside, n_inside,
     TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """(BLOCK_K, BLOCK_N) of an expert's weights."""
     if W_TMA and TRANSPOSED:
         b = w.load([expert, column, start]).reshape(BLOCK_N, BLOCK_K).T
     elif W_TMA:

@@ -23,6 +23,7 @@ def exponential(x, FLOAT64: tl.constexpr):
 
 @triton.jit
 def log_of(total):
+    """log(total); 0 where total is 0."""
     return tl.where(total > 0, tl.log(tl.where(total > 0, total, 1.0)), 0.0)
 
 
@@ -78,6 +79,7 @@ def _inverse(ptr, B, n, M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def _subtract(ptr, d, B, n, M: tl.constexpr, N: tl.constexpr):
+    """Subtracts d (M, N) from the program's part of ptr (B, n)."""
     ptrs, inside = _vectors(ptr, 0, B, n, M, N)
     tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) - d, mask=inside)
 

@@ -58,6 +58,7 @@ def _vector(ptr, first, n, SIZE: tl.constexpr):
 
 @triton.jit
 def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
+    """Subtracts d (SIZE) from the program's row of ptr (B, n), from `first` on."""
     ptrs, inside = _vector(ptr, first, n, SIZE)
     tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) - d, mask=inside)
 

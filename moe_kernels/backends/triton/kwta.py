@@ -78,6 +78,7 @@ def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 def _count(
     x_row, keys, rest, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDENT: tl.constexpr, REST: tl.constexpr
 ):
+    """Number of keys of the row at or above `trial`."""
     if RESIDENT:
         count = tl.sum((keys >= trial).to(tl.int32))
         if REST > 0:

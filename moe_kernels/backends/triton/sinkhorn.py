@@ -88,7 +88,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if offsets within a matrix would need 64 bits, which would cost resident kernels registers."""
+    """x (B, n, n), copied if offsets within a matrix would need 64 bits, which would cost registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 

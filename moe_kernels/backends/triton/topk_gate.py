@@ -22,6 +22,7 @@ LONGEST = 16384  # largest number of experts
 
 
 def _blocks(num_experts: int, k: int) -> dict[str, int]:
+    """Tile sizes and warps of a program."""
     experts = max(triton.next_power_of_2(num_experts), 8)
     tokens = max(TILE // experts, 1)
     choices = max(triton.next_power_of_2(k), 1)
@@ -39,7 +40,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller; equal keys are not exchanged. If PACKED, a key has its expert."""
+    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, a key has its expert."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)

@@ -60,6 +60,7 @@ def _share(t, sign, half, slope):
 
 @triton.jit
 def _clamp(t, half):
+    """t clamped to [-half, half]; NaN stays NaN."""
     t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
 
@@ -184,6 +185,7 @@ def _gates(
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
+    """Stores gates and leaf probabilities of BLOCK_T tokens."""
     split_logits_ptr += first * K * (E - 1)
     leaf_logits_ptr += first * K * E
     leaf_probs_ptr += first * K * E
