@@ -1,5 +1,4 @@
-// Combine: the weighted sum of a token's rows, in float32 and in the order of the token's choices. Backward reads the
-// same rows, and writes a row of drows and an element of dweights for each.
+// Combine: the weighted sum of a token's rows, in float32 and in the order of the token's choices; and its gradients.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -12,8 +11,7 @@ namespace {
 // kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles at the same time.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM. A thread then has 48 registers, enough for kBatch rows. Without this bound the compiler uses fewer
-// registers and loads one row after the other.
+// Blocks per SM: a thread then has 48 registers. Without this bound the compiler would load one row after the other.
 constexpr int kBlocks = 5;
 
 // Piece `v` and the weight of kBatch rows. For a dropped choice or a choice past `count`: row -1, zeros and weight 0.
@@ -68,8 +66,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// A block takes one token, kChoices choices at a time. Each warp sums its part of <row, dy>. Then the sums of the warps
-// are added in a fixed order.
+// A block takes one token, kChoices choices at a time. The warps' parts of <row, dy> are added in a fixed order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_bwd_kernel(const Vector* grad,             // (T, D)

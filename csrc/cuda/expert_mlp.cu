@@ -7,8 +7,7 @@ namespace moe {
 namespace {
 
 // Forward computed h = act(pre), and y as the sum of w (h W_out + b_out) over a token's rows, with row weights w. The
-// GEMM computes a = dy W_out^T. The epilogue stores dpre = w a act'(pre), weighted = w h, from which
-// grouped_gemm_bwd_weight computes the gradient to W_out, and partial sums of dw = <h, a> + <b_out, dy>.
+// GEMM computes a = dy W_out^T. The epilogue stores w a act'(pre), w h and partial sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D), or (R, D) without row_token: dy

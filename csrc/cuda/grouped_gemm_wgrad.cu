@@ -1,6 +1,5 @@
-// The gradients of grouped GEMM to weights and bias. For each expert: x^T grad, and the weighted sum of the rows of
-// grad, over the expert's rows. Rows of x and grad may be gathered. One launch computes both gradients. The first
-// blocks compute the gradient to the bias: these blocks wait for memory while other blocks multiply.
+// The gradients of grouped GEMM to weights and bias, in one launch: x^T grad and the weighted sum of the rows of grad,
+// over each expert's rows. The first blocks compute dbias: they wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -8,8 +7,7 @@
 namespace moe {
 namespace {
 
-// Tiles for rows that do not divide into pieces of 16 bytes, and for gradients with fewer than kFewBlocks tiles of
-// 128 x 128. kFewBlocks is two blocks for each SM of an A100.
+// Tiles for rows not in pieces of 16 bytes, and for fewer than kFewBlocks large tiles (two for each SM of an A100).
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
@@ -56,8 +54,8 @@ struct Target {
   }
 };
 
-// For dbias, a block sums 64 columns of an expert's rows of grad. A thread takes 8 columns (a piece) of every
-// (THREADS / 8)-th row, and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
+// For dbias, a block sums 64 columns of an expert's rows of grad. A thread takes a piece of every (THREADS / 8)-th row,
+// and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>

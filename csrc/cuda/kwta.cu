@@ -1,7 +1,6 @@
 // k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows (launch_rows) are read again in each pass.
 // Thresholds are keys: integers in the order of the values (moe/keys.cuh). A pass counts the elements that reach a
-// threshold, that is, are at least as large. The first threshold is that of a Gaussian row. Gaussian rows take two to
-// five passes in the median, any row at most 40.
+// threshold, that is, are at least as large. The first threshold is that of a Gaussian row.
 #include <algorithm>
 #include <cmath>
 
@@ -16,8 +15,7 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that interpolate the next threshold, before bisection. The last two try key 0 if it is between the bounds, and
-// key 1 if the lower bound is 0, since rows that are not Gaussian may have many zeros.
+// Passes before bisection. As rows may have many zeros, the last two try key 0, then key 1 if the lower bound is 0.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -31,8 +29,7 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool other_values;  // values are not x
-  // Rows of x, values and y start at the same offset from a multiple of 16 bytes. Rows of x and mask start at the same
-  // offset, in elements, from a multiple of 4 elements.
+  // Rows of x, values and y have the same offset from multiples of 16 bytes, rows of x and mask from 4 elements.
   bool aligned;
   float z;        // standard normal quantile of 1 - (k - 0.5) / n
   float spacing;  // mean distance between neighbours near z in a sorted row of n standard normal numbers
@@ -43,9 +40,8 @@ struct Cut {
   int above, needed, ties;  // ties: number of elements with key above - 1, if needed > 0
 };
 
-// Invariant: at least k elements reach key `low`, and at most k reach `high`. The search ends with high = low + 1. Then
-// `low` is the k-th largest key, unless exactly k elements reach `high`. The rows of a warp are searched together; a
-// row that is finished keeps high = low + 1.
+// Invariant: at least k elements reach key `low`, and at most k reach `high`. At the end high = low + 1, and `low` is
+// the k-th largest key unless exactly k elements reach `high`. A finished row stays so while others of its warp go on.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -133,8 +129,8 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Sets `chosen` to masks of the winners among this thread's elements of the edges (head and tail, see kwta_frame.h).
-// Ties of the head win first, ties of the tail last. Subtracts the number of ties of the head from `needed`.
+// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame.h), and subtracts the
+// number of ties of the head from `needed`. Ties of the head win first, ties of the tail last.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {

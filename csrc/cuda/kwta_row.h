@@ -90,10 +90,9 @@ struct Team {
   }
 };
 
-// Comparisons of a plain row's elements with a threshold, as floating-point numbers: -0 equals 0, and a comparison with
-// a NaN is false. Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and
-// larger ones are NaN. A row with a NaN is not plain. `check` adds elements to `found`, so that the sum is NaN if an
-// element is; it is also NaN if +inf and -inf are added.
+// Compares a plain row's elements with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
+// Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger ones are NaN.
+// A row with a NaN is not plain. `check` adds elements to `found`: NaN for a NaN, and for +inf with -inf.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -116,8 +115,7 @@ struct Plain<float> {
 };
 
 // Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
-// registers; with 0 they are read again in each pass. Edges (head and tail of the row) stay in registers: a thread
-// holds EDGES elements of each, none if EDGES is 0.
+// registers; with 0 they are read again in each pass. A thread also holds EDGES elements of the head and of the tail.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -148,7 +146,6 @@ struct Row {
     recompute(size);
   }
 
-  // The elements of one chunk as in memory, and zeros past the row's middle.
   __device__ void read(int position, uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int w = 0; w < kWords; w++) words[w] = 0;
@@ -203,7 +200,7 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads this thread's elements. Returns sums of a sample and of its squares; the first is NaN if they are not plain.
+  // Reads this thread's elements. Returns sums of a sample and its squares; the first is NaN if elements are not plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
@@ -275,7 +272,6 @@ struct Row {
     }
   }
 
-  // A word with the threshold of this key in each element.
   __device__ uint32_t threshold(int key) const {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
@@ -316,7 +312,6 @@ struct Row {
     return plain ? count<true>(threshold) : count<false>(threshold);
   }
 
-  // Masks with all bits set in the elements that reach a threshold.
   template <int COUNT>
   __device__ void reaching(const uint32_t (&words)[COUNT], uint32_t threshold, uint32_t (&masks)[COUNT]) const {
 #pragma unroll

@@ -27,8 +27,7 @@ cudaError_t kwta_fwd(int dtype,
                      int32_t* bits,  // (rows, ceil(n / 32)): bit i of word w is 1 if element 32 w + i wins; or nullptr
                      uint8_t* mask,  // (rows, n): 1 for winners, else 0; or nullptr
                      int64_t rows, int64_t n, int64_t k,
-                     // Which elements equal to the k-th largest win, if there are too many: 0 the first, 1 none, 2 all.
-                     int ties,
+                     int ties,  // which win if too many elements equal the k-th largest: 0 the first, 1 none, 2 all
                      float z,  // standard normal quantile of 1 - (k - 0.5) / n, for the first guess of the threshold
                      cudaStream_t stream);
 
@@ -63,7 +62,7 @@ cudaError_t topk_gate_bwd(int dtype,
 
 // The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
-                          const void* experts,   // (T, K) contiguous; an id outside [0, E) is no request
+                          const void* experts,   // (T, K) contiguous; an id outside [0, E) names no expert
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
                           int32_t* counts,       // (chunks, E): scratch
                           int64_t chunks,        // 1 to 1024: parts of the T * K requests
@@ -126,7 +125,7 @@ cudaError_t sinkhorn_fwd(int dtype,
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         double tolerance,  // stops a matrix if no sum has a larger error; negative (if no sums): never
+                         double tolerance,  // largest error of a sum to stop at; negative (must be if no sums): never
                          cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,

@@ -4,8 +4,7 @@
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    replaces each count by the sum of the expert's counts over earlier chunks
 //   plan_rank_kernel    reads the chunks again, tile by tile, and writes each request's row
-// No kernel sorts, and the only scratch in global memory is chunks * E counts. Atomics are used only in shared memory
-// and only for counts: a sum of integers does not depend on the order.
+// Atomics only count, in shared memory: sums of integers do not depend on the order.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -19,7 +18,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
 constexpr int kTile = kThreads * kPerThread;  // requests: T = 32768, K = 8 are 256 tiles for the 132 SMs of an H100
-constexpr int kWindow = 1024;                 // most experts that a block counts, in 40 KiB of shared memory
+constexpr int kWindow = 1024;                 // most experts of a block, in up to 40 KiB of shared memory
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
 template <class Index>
@@ -58,7 +57,6 @@ struct Window {
 };
 
 // The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests; a lane has every 32nd of them.
-// Ids outside [0, E) become kNoExpert.
 template <class Index>
 struct Tile {
   uint32_t start;  // number of this thread's first request; the next ones are 32 apart
@@ -136,9 +134,7 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Computes the first row of each expert: the number of kept requests of earlier experts. Each block does this for all E
-// experts, which saves a launch. The first block writes expert_offsets, kept and dropped. offset[i] receives the first
-// row of the window's expert i. Returns the number of rows in use.
+// Computes the first row of each expert, in each block for all E experts: this saves a launch. Returns the rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

@@ -6,16 +6,14 @@
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
 // Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau changes or
-// sums are prescribed, the scaled kernel runs first, and sets a flag for each matrix that needs the logarithmic form.
-// The logarithmic kernel returns at once for the other matrices. Above n = 64 one forward kernel has both forms, and
-// backward is logarithmic.
+// sums are prescribed, the scaled kernel runs first, and flags the matrices that are left to the logarithmic kernel.
+// Above n = 64 one forward kernel has both forms, and backward is logarithmic.
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
 // * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows on the
 //   way back. The t iterations that remain add entries of A and B, each at most 1, times numbers whose sizes sum to at
-//   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 sum |P * dP|, which leaves out less than 6e-14 of
-//   sum |P * dP|.
+//   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 w, w = sum |P * dP|: this leaves out less than 6e-14 w.
 // The scaled backward is in double; backends/triton/_sinkhorn_scaled.py gives the errors of float.
 #include "moe/launch.cuh"
 #include "ops.h"
@@ -25,7 +23,7 @@
 namespace moe {
 namespace {
 
-// The flag of each matrix that needs the logarithmic form, in the last 8 bytes of the matrix's scratch memory.
+// Whether a matrix needs the logarithmic form: a flag in the last 8 bytes of its scratch memory.
 struct Flags {
   char* last;      // the last 8 bytes for the first matrix; null: all matrices need the logarithmic form
   int64_t stride;  // bytes from matrix to matrix
@@ -171,7 +169,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // For small matrices u is computed again: saving it would double the size of the history.
+    // Small matrices compute u again instead of reading it: `history` then holds v alone.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {

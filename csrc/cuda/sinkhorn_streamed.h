@@ -1,5 +1,4 @@
-// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix from memory in every
-// iteration. A warp takes every `warps`-th row. Sums along columns are combined in shared memory.
+// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix in every iteration.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // largest n; needs at most 99 KB of shared memory (sm_86)
+constexpr int kLargest = 1024;       // largest n; the 99 KB of shared memory of sm_86 suffice
 constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
@@ -109,9 +108,8 @@ class Streamed {
     __syncthreads();
   }
 
-  // One iteration of Potentials (sinkhorn_tile.h): computes f, then g and its parts, anchor and logs. If all sums are
-  // within the tolerance before the iteration, returns false and keeps all four. `partial` must be -inf before a call,
-  // and is -inf after a call that returned true.
+  // One iteration of Potentials (sinkhorn_tile.h). If all sums are within the tolerance before it, returns false and
+  // keeps f, g, anchor and logs. `partial` must be -inf before a call, and is -inf after a call that returned true.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -157,8 +155,7 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether the sum of a column of exp(scores / tau), among this thread's columns, is off by more than the tolerance.
-  // Columns of -inf alone do not count.
+  // Whether a sum of this thread's columns of exp(scores / tau) is outside the tolerance. Skips columns of -inf alone.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {

@@ -1,5 +1,4 @@
-// Team keeps a matrix in the registers of its threads, a tile in each, and reduces along rows and columns. Scaled and
-// Potentials are the two forms of Sinkhorn's iteration (sinkhorn.cu) on such a matrix of scores S.
+// Sinkhorn's iteration (sinkhorn.cu) in registers: Scaled and Potentials are its two forms on a Team's scores S.
 #pragma once
 
 #include <cmath>
@@ -14,8 +13,7 @@
 namespace moe {
 namespace {
 
-// In the scaled form, rows of scores / tau have a range (maximum - minimum) below this limit, so that k and the scaling
-// vectors (at most exp(range)) are normal numbers of the type.
+// In the scaled form, rows of scores / tau have a smaller range (maximum - minimum), so k, u and v are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
 
@@ -101,14 +99,13 @@ struct Sums {
   }
 };
 
-// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each. A team is a
-// thread, lanes of a warp, or a whole block.
+// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each, in registers.
 template <int ROWS, int COLUMNS, int TILE_ROWS, int TILE_COLUMNS>
 class Team {
  public:
   static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that use shared memory
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // of a team of several, else 0
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
   // Whether the scaled form stops early. For n <= 8 a warp has 8 or 32 matrices, which rarely all stop.
   static constexpr bool kEarly = kN >= 16;
@@ -180,8 +177,7 @@ class Team {
     return total[0];
   }
 
-  // Whether `value` is true in any thread of the team. `value` must be the same in all threads of a column, since only
-  // the threads of this warp vote. A warp has threads of every column.
+  // `value` must be the same in all threads of a column: only this warp votes, which has threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -190,7 +186,6 @@ class Team {
     return most[0];
   }
 
-  // Sets elements outside the matrix to `other`.
   __device__ void read(const Matrices& from, bool vectorized, int n, float other, Tile& tile) const {
     const int64_t start = matrix * from.stride_batch + row * from.stride_row + column;
 #pragma unroll
@@ -261,8 +256,7 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double, then rounded to T.
-// Padding has k = 0, u = 0, and, after the first iteration, v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0, u = 0 and, after an iteration, v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
@@ -333,9 +327,8 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums are within the tolerance before it, returns false and keeps f, g and the parts of g. The
-  // row sums before the iteration follow from the change of f. Column sums are checked in the first iteration only: an
-  // iteration makes them right, except for rounding.
+  // One iteration. If all sums are within the tolerance before it, returns false and keeps f, g and the parts of g. Row
+  // sums follow from the change of f. Column sums, which an iteration makes right, are checked in the first one only.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -396,7 +389,7 @@ struct Potentials {
     }
   }
 
-  // An element of P after the row step, for which g must be that of the iteration before, and after the column step.
+  // An element of P after the row step (g must be that of the iteration before), and after the column step.
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }

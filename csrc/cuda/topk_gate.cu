@@ -99,10 +99,8 @@ struct alignas(8) Choice {
 
 // Packed, Sorted and Searched give the choices of a row, best first: next() writes the next choice as a Kept, which
 // choice() decodes. In Packed and Sorted each lane sorts its own logits into a list. next() takes the best head of the
-// 32 lists, and removes this head from the list of its lane.
-//
-// Packed is for 16-bit logits. A key has the rank in the upper half and 0xffff - expert in the lower half, so no two
-// keys are equal.
+// 32 lists, and removes this head from the list of its lane. Packed is for 16-bit logits. A key has the rank in the
+// upper half and 0xffff - expert in the lower half, so no two keys are equal.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -129,8 +127,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. All but the head of a list is in
-// shared memory: removing the head then only increments a pointer. In registers every element would move.
+// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. The rest of a list is in shared
+// memory, where removing a head moves a pointer; in registers it would move every element.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -277,8 +275,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  // The probability of expert e is w_0 exp(z_e - z_0), with the logit z_0 and the weight w_0 of the first choice. The
-  // difference is rounded once, however large the logits are.
+  // The probability of expert e is w_0 exp(z_e - z_0), with the logit z_0 and the weight w_0 of the first choice.
   const bool dense = logits != nullptr;  // then k > 0: moe_kernels/library/topk_gate.py does not call this for k = 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;

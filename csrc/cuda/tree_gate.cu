@@ -1,6 +1,5 @@
-// The tree gate after its matrix products. The kernels of this file keep one tree at a time in shared memory and go
-// through it level by level; up to 32 lanes take a token. Trees of some sizes (by_lanes, by_leaves) are kept in
-// registers instead, by the kernels of tree_gate_lanes.h (forward) and tree_gate_warp.h (backward).
+// The tree gate after its matrix products. Up to 32 lanes take a token. These kernels keep one tree at a time in shared
+// memory; trees of some sizes are kept in registers, by tree_gate_lanes.h (forward) and tree_gate_warp.h (backward).
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -164,8 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // A weight that counts is at least the smallest normal number. So is the total, and `share` is finite. share *
-        // grad may overflow; v * share * grad does not.
+        // The total is at least the smallest normal number, so `share` is finite. v first: share * grad may overflow.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
         dlogit = (v + weighing.epsilon) * share * grad;

@@ -3,8 +3,7 @@
 // computes all branches on the path from the tree's root to this subtree, without shuffles.
 //
 // If E is not a power of two, a leaf of the upper level (shallow) becomes a node that always goes left, to the leaf of
-// the expert. The right child has probability 0 and no expert. The leaves of a lane are all deep or all shallow, since
-// LEAVES divides 2E.
+// the expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
 #pragma once
 
 #include <cfloat>

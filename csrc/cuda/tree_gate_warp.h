@@ -1,6 +1,5 @@
 // The backward pass of the tree gate for trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds
 // the subtree of LEAVES leaves whose root is node 32 + lane. Lanes 1 to 31 also hold node `lane`, above the subtrees.
-// Shuffles exchange probabilities from parent to child and sums from child to parent.
 #pragma once
 
 #include <cfloat>
@@ -203,8 +202,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // A weight that counts is at least the smallest normal number. So is the total, and `share` is finite. share *
-        // centred may overflow; v * share * centred does not.
+        // total is at least the smallest normal number, so `share` is finite. v first: share * centred may overflow.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;
         sum = v * share * centred;

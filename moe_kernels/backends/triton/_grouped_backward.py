@@ -1,9 +1,8 @@
-"""Backward of the grouped GEMM in Triton: gradients to weights and biases, to the hidden layer of an expert MLP and to
-pre-activations; and each token's sum of its rows.
+"""Backward of the grouped GEMM, of an expert MLP's hidden layer and of activations; and sums of each token's rows.
 
 The gradient to rows comes from the forward kernel on transposed weights. For the weight gradient a program computes a
-tile of dW from all rows of its expert, in order and without atomics. It reads operands by pointers on every device: a
-bulk copy (TMA) reads a whole block of rows, so the last block of an expert would include rows of the next expert.
+tile of dW from all rows of its expert, in order. It reads operands by pointers on every device: a bulk copy (TMA) reads
+a whole block of rows, so the last block of an expert would include rows of the next expert.
 """
 
 from __future__ import annotations
@@ -329,8 +328,7 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D), every token's sum of its rows. Each row is read once; for 16-bit rows torch's gather, cast to
-    float32 and segmented sum would move seven times as many bytes."""
+    """(R, D) -> (T, D): sums of each token's rows. For 16 bits torch's gather, cast and sum move 7 times the bytes."""
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))
     if rows.numel() == 0:

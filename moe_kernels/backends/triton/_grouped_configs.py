@@ -125,12 +125,10 @@ def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
 def choose_tiles(
     kernel: str, inner_loop: int, divisible: bool, num_rows: int, num_experts: int, columns: int, training: bool = False
 ) -> Tiles:
-    """GENERAL if not divisible, else TILES for few rows (up to 96 per expert on average), for few columns (up to half
-    of the largest tile's) or for all other sizes.
+    """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
 
-    Training does not use the tiles for few rows: the number of rows may change from step to step, and a kernel is
-    compiled for each tile size. Larger tiles cost little: 128 rows take 128 FLOPs for each byte of weights, and an A100
-    needs more time to read the byte from memory than for these FLOPs.
+    Training does not use the tiles for few rows: the number of rows may change from step to step, and each tile size is
+    compiled. Larger tiles cost little: an A100 needs more time to read a byte of weights than for its 128 FLOPs.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
@@ -154,8 +152,7 @@ def activation_of(name: str) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """PRECISION of tl.dot: "ieee", or "tf32" for float32 if torch allows TF32. WIDEN: 16-bit operands become float32 in
-    Triton's interpreter, which cannot multiply bfloat16."""
+    """PRECISION of tl.dot. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit operands become float32."""
     matmul = torch.backends.cuda.matmul
     # Older torch has only allow_tf32; newer torch raises an error if allow_tf32 is read after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
@@ -185,8 +182,7 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
-    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`; or x itself if x is empty or not 16-bit, its
-    layout does not allow a descriptor or the device runs loop 80."""
+    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`; or x itself if none is possible."""
     *outer, last = x.stride()
     possible = (
         loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)

@@ -2,9 +2,8 @@
 
 Each round of the search counts the elements that reach a trial threshold. One instruction compares both halves of a
 word as float16. Bit patterns of bfloat16 compare correctly too up to magnitude 2^121; greater ones are NaN in float16.
-If the float16 sum of a row is NaN, as with any such element, the program's rows first become integers (_ordered), which
-take more instructions for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a
-round; rows of up to 512 elements share a warp.
+If the float16 sum of a row is NaN, the program's rows first become integers (_ordered), which take more instructions
+for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a round.
 
 The middle of a row consists of the 16-byte vectors (eight elements) that lie wholly in the row. A row that starts or
 ends inside a vector has edges too: up to seven elements before the middle (head) and after it (tail).
@@ -44,8 +43,7 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of `pairs` that is >= the same half of `least`, else 0. If ordered, the halves of `least` are
-    equal and not 0."""
+    """0xFFFF in each half of `pairs` that is >= that of `least`, else 0. Ordered, `least` has equal halves, not 0."""
     if ordered:
         # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
         # No term depends on `pairs` alone: the compiler would keep such a term in registers during the search.
@@ -83,7 +81,7 @@ def _sums(x, edge):
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether the float16 sum of the low or of the high halves of a row is NaN, as it is if one of them is NaN."""
+    """Whether the float16 sum of the low or of the high halves of a row is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)

@@ -12,15 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def value_of(key, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The float32 value of a key. Infinity of float16 becomes 65536."""
+    """The float32 value of a key. Infinity of float16 becomes 65536, above every finite float16."""
     magnitude = tl.where(key < 0, -key, key)
     if FORMAT == 0:
         value = magnitude.to(tl.float32, bitcast=True)
     elif FORMAT == 1:
         value = (magnitude << 16).to(tl.float32, bitcast=True)
     else:
-        # The factor is 2^112, since the exponent biases differ by 112. The product is exact for subnormals too. +inf
-        # becomes 65536, above every finite float16.
+        # The factor is 2^112, since the exponent biases differ by 112. The product is exact for subnormals too.
         value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
     return tl.where(key < 0, -value, value)
 

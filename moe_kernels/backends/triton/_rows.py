@@ -24,12 +24,11 @@ def tile(dim: int) -> dict[str, int]:
 
 
 def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
-    """The first of `units` (numbers of elements; by default those of 16 bytes) that divides n, all row strides and all
-    addresses, else 1.
+    """The first of `units` (in elements; by default 16 bytes) that divides n, all row strides and addresses, else 1.
 
     Kernels get n and the strides divided by this unit and multiply them again, so the compiler knows a divisor. Given
-    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time.
-    The unit is 1 if n or a stride is 2^31 or more, since the product in the kernel could overflow 32 bits.
+    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time. The
+    unit is 1 if n or a stride is 2^31 or more: the product in the kernel could overflow 32 bits.
     """
     size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):

@@ -1,7 +1,6 @@
 """Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and shared helpers.
 
-f and g are the potentials of rows and columns: P = exp((scores - f - g) / tau) (ops/sinkhorn.py). A potential is
-anchor + tau * logarithm (log_sum_exp).
+P = exp((scores - f - g) / tau) with potentials f of rows and g of columns, each anchor + tau * logarithm (log_sum_exp).
 
 SUMS: row and column sums are prescribed, or there is a tolerance. Each matrix then counts its iterations, and f and g
 of a matrix within the tolerance no longer change. Without SUMS, flags select the matrices that these kernels compute.
@@ -111,8 +110,7 @@ def _broken(scores):
 
 @triton.jit
 def _columns_near(scores, inv_columns, inv_tau, tolerance):
-    """(M), 0 or 1: whether all column sums of exp(scores / tau), before any iteration, are within the tolerance.
-    Columns that hold only -inf count as within."""
+    """(M), 0 or 1: whether all column sums of exp(scores / tau) are within the tolerance, except columns of -inf."""
     error = tl.abs(tl.sum(tl.exp(scores * inv_tau), axis=1) * inv_columns - 1.0)
     empty = tl.max(scores, axis=1) == -float("inf")
     return tl.min(((error <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)

@@ -1,9 +1,5 @@
-"""Sinkhorn's iteration in logarithms for n > 64, or n > 32 in a backward with SUMS. A program has one matrix and reads
-it in every iteration, ROWS rows at a time.
-
-f and g are the potentials of rows and columns, each anchor + tau * logarithm (log_sum_exp). SUMS: row and column sums
-are prescribed, or there is a tolerance.
-"""
+"""Sinkhorn's iteration in logarithms for n > 64, or n > 32 in streamed_bwd with SUMS. A program has one matrix and
+reads it in every iteration, ROWS rows at a time. f, g and SUMS: see _sinkhorn_resident.py."""
 
 from __future__ import annotations
 
@@ -71,8 +67,7 @@ def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
 def _columns_near(
     scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """0 or 1: whether all column sums of exp(scores / tau), before any iteration, are within the tolerance. Columns
-    that hold only -inf count as within."""
+    """0 or 1: whether all column sums of exp(scores / tau) are within the tolerance, except columns of -inf."""
     total = tl.zeros((N,), dtype=tl.float64)
     largest = tl.full((N,), -float("inf"), dtype=tl.float64)
     for first in range(0, n, ROWS):
@@ -103,8 +98,7 @@ def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROW
 
 @triton.jit
 def _column_pointers(ptr, t, B, n, N: tl.constexpr):
-    """Pointers (N) to the column anchors of iteration t in ptr (iterations, 2, B, n), the distance from anchors to
-    logarithms, and the mask."""
+    """Pointers (N) to the column anchors of iteration t in ptr (iterations, 2, B, n), distance to logarithms, mask."""
     j = tl.arange(0, N)
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 

@@ -1,8 +1,5 @@
-"""Combine in Triton: the rows of a token's kept choices are summed in the order of the choices, in float32.
-
-Backward loops over the choices too: each kept choice gives one row of drows and one element of dweights. The gradient
-dy of a token stays in registers if it fits a tile.
-"""
+"""Combine in Triton: the rows of a token's kept choices are summed in the order of the choices, in float32. Backward
+loops over the choices too. The gradient dy of a token stays in registers if it fits a tile."""
 
 from __future__ import annotations
 

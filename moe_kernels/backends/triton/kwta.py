@@ -1,7 +1,7 @@
-"""k-winner-take-all in Triton. A program takes one row, searches for its threshold and writes the winners.
+"""k-winner-take-all in Triton. 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py.
 
-A round of the search counts the elements whose keys reach a trial key. Keys are integers in the order of the elements
-(_kwta_values.py). 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py instead.
+The kernel of this file takes one row in a program. A round of its search for the threshold counts the elements whose
+keys (_kwta_values.py) reach a trial key.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ TRIALS = 8  # rounds with interpolated trials before bisection; most rows of nor
 
 
 def warps(block: int) -> int:
-    """Warps for a tile of `block` elements: 32 elements a thread from 1024 on, as a round of the search has a fixed
-    cost for each thread."""
+    """Warps for a tile: 32 elements a thread from 1024 on, as a round of the search has a fixed cost a thread."""
     return max(block // 1024, 1)
 
 
@@ -122,7 +121,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Bisection of a RESIDENT row moves the bound to the nearest key of the row, so many equal keys soon end it.
+            # Bisection of a RESIDENT row moves the bound to the nearest key: with many equal keys it ends early.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -327,8 +326,8 @@ def _aligned_like_contiguous(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
-    A lane holds up to 64 elements, in about 125 registers. With up to 32, a row of 4096 takes 24.5 instructions an
-    element instead of 17.6. A row of 513 to 1024 has its own warp: two would both run the rounds of the slower one.
+    A lane holds up to 64 elements: with up to 32, a row of 4096 takes 24.5 instructions an element instead of 17.6. A
+    row of 513 to 1024 has its own warp: two would both run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

@@ -2,11 +2,9 @@
 
 The T * K choices are split into chunks, in visiting order. A request is a choice that names an expert. The slot of a
 request is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk.
-Requests are not sorted. Scratch memory: chunks * E counts and, with a priority, the sorted tokens.
 
-plan_priority sorts the T * E pairs of a token and an expert by score. One program then assigns the pairs in this order,
-as the definition does. It skips 1024 pairs at once if none of them can be assigned, and else takes 64 at a time. The
-host does not wait for the device.
+plan_priority sorts the T * E pairs of a token and an expert by score. One program then assigns the pairs in this order.
+It skips 1024 pairs at once if none of them can be assigned, and else takes 64 at a time.
 """
 
 from __future__ import annotations
@@ -241,8 +239,7 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # A pending pair is assigned if its token has no earlier pending pair, and if its expert has room for the pair
-        # even after all earlier pending pairs of the expert.
+        # A pair is assigned if its token has no earlier pending pair, and its expert has room after all earlier ones.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)

@@ -3,9 +3,8 @@ keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py
 matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
 Both forms compute in logarithms. A potential is a float64 in units of the scores: an anchor (the largest term) plus tau
-times the logarithm of the sum relative to the anchor. So no argument of exp is large at any temperature. Up to n = 64,
-without prescribed sums, a tolerance or a changing temperature, an earlier launch solves the matrices of small range by
-scaling exp(scores / tau) (_sinkhorn_scaled.py).
+times the logarithm of the sum relative to the anchor. Up to n = 64, without prescribed sums, a tolerance or a changing
+temperature, an earlier launch solves the matrices of small range by scaling exp(scores / tau) (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if n times the row stride is 2^31 or more: resident kernels have offsets of 32 bits within a
-    matrix, as an address of 64 bits for each row would cost registers."""
+    """x (B, n, n), copied if offsets within a matrix would need 64 bits, which would cost registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 

@@ -2,8 +2,8 @@
 
 A tree of E leaves has 2^DEPTH places, one for each possible leaf of the last level, from left to right. A leaf of the
 level above takes the left one of its two places; in the layout GROUPS leaves take consecutive places instead.
-Forward and backward compute the probabilities of places from the root down (_reach). Backward then sums pairs of
-neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel includes the matrix products.
+Backward sums pairs of neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel
+includes the matrix products.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ MAX_EXPERTS = 4096
 MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# FULL: all leaves are at the last level. GROUPS: each group of 16 places has 16 leaves of one level, or no leaves.
-# MIXED: a group may have leaves of two levels.
+# FULL: all leaves are at the last level. GROUPS: 16 places have 16 leaves of a level, or none. MIXED: other trees.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -54,8 +53,7 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision, as the sum of sign t and gamma / 2 is then exact. If sign t is gamma / 2, the
-    result is 1 up to two roundings, and its smooth step is 1.
+    A result near 0 has full precision: sign t + gamma / 2 is then exact. At gamma / 2 its smooth step is exactly 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -135,8 +133,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
     """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose logits are row `row` (E - 1) of nodes_ptr.
 
     Places are computed in groups of 16, or in one group if they are fewer: first the probability of the group's root,
-    then both children of this root and of all nodes below it (_below). Node 1 is the root of the tree; node n has the
-    children 2 n and 2 n + 1.
+    then those of all nodes below it (_below). Node 1 is the root of the tree; node n has children 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
@@ -290,8 +287,7 @@ def _tree_gate_bwd(
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow, so
-        # share is multiplied by v first.
+        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
