@@ -174,7 +174,7 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Inside the block, Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX.
+    """Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX. Triton's do so after the block too.
 
     Yields the module `session` of tests/ptx.
 

@@ -3,8 +3,8 @@
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated from static
-             counts: 0.9 times that of PTX instructions in kernels with matrix instructions, 1.3 times in others
+    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated: 0.9 times that
+             of executed PTX instructions in kernels with matrix instructions, 1.3 times in others
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.
@@ -160,7 +160,7 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """A table of forward calls: the first one of each operation that is not stale, in bfloat16 if there is one."""
+    """A table of forward calls: of each operation and backend the first fresh one, in bfloat16 if there is one."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
@@ -188,8 +188,9 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 
 HOW = """\
 Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
-and FLOPs are scaled by the number of rows, tokens, experts or matrices, bytes by the operation's least bytes. If torch
-computes the products, the other launches read no weights; their bytes are scaled as instructions are. *DRAM*: bytes
+and FLOPs are scaled by the number of rows, tokens, experts or matrices, bytes by the operation's least bytes. In plans
+by priority or expert choice, in Sinkhorn with given sums and beside products of torch, bytes are scaled as instructions
+are. *DRAM*: bytes
 over the bandwidth, each sector once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a
 cycle and multiprocessor. *tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of
 the three. Not predicted: stalls, the cost of a launch, products of torch's own library."""

@@ -93,7 +93,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
 
 
 def test_gates_and_gradients_are_those_of_all_products():
-    """In float64, as near a clamp the rounding errors of products grow too much for float32."""
+    """In float64, since nodes close to saturation magnify the rounding errors of products too much for float32."""
     for tokens, dim, trees, experts in SIZES:
         arguments = {name: each.double() for name, each in drawn(tokens, dim, trees, experts).items()}
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)

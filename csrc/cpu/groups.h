@@ -16,7 +16,8 @@ constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight for a s
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
 // Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread, else kMinRows to
-// `most`. Each of several threads gets about four shares, for balance; fewer if they would have under 2 kMinRows rows.
+// `most`. Each of several threads gets about four shares, for balance, unless these would have under 2 kMinRows rows
+// or over `most`.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);

@@ -139,7 +139,7 @@ class Descent {
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
-    // order_ has the tokens that go left, from `left` on those that go right, from `alone` on those searched alone.
+    // In order_, tokens before `left` go left, those before `alone` go right, and the others are searched alone.
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
@@ -194,7 +194,8 @@ class Descent {
     results_.unsaturated[index] = unsaturated;
   }
 
-  // Replaces a token's logits by a softmax over trees. The first of several trees with one expert gets all its weight.
+  // Replaces a token's logits by a softmax over trees. If several trees chose an expert, the first gets the sum of their
+  // weights.
   void merge_trees(int64_t token) const {
     Wide* weight = results_.logits + token * trees_;
     int32_t* expert = results_.experts + token * trees_;
