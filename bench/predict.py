@@ -3,8 +3,8 @@
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated: 0.9 times that
-             of executed PTX instructions in kernels with matrix instructions, 1.3 times in others
+    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated: 0.9 times
+             that of executed PTX instructions in kernels with matrix instructions, 1.3 times in others
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.

@@ -1,4 +1,4 @@
-"""Studies of COMET (paper 000) and its permutations (paper 001): counts by hand for small networks, and output files."""
+"""Studies of COMET (paper 000) and its permutations (paper 001): counts by hand for small networks, output files."""
 
 from __future__ import annotations
 
