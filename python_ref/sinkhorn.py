@@ -116,14 +116,15 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined only up to a constant, which 1 / n in every element of the matrix for b fixes. The
-    matrix stays singular if p falls into blocks, as a permutation does.
+    a is eliminated. b is determined only up to a constant, which 1 / n in every element of the matrix for b fixes. If p
+    falls into blocks, as a permutation does, each block has a constant of its own. The diagonal is therefore 1e-13
+    larger; the constants cancel in a_i + b_j where p_ij is above 0.
     """
     p = p.double()
     w = p * grad.double()
     rows, columns = p.sum(-1), p.sum(-2)
     share = p / rows[..., None]
-    system = torch.diag_embed(columns) - p.mT @ share + 1 / p.shape[-1]
+    system = torch.diag_embed(columns * (1 + 1e-13)) - p.mT @ share + 1 / p.shape[-1]
     right = w.sum(-2) - (share.mT @ w.sum(-1)[..., None])[..., 0]
     b = torch.linalg.solve(system, right)
     a = (w.sum(-1) - (p @ b[..., None])[..., 0]) / rows

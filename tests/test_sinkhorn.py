@@ -226,6 +226,19 @@ def test_implicit_gradient_at_the_fixed_point(target, settings):
     torch.testing.assert_close(implicit, unrolled, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_implicit_gradient_of_a_permutation_and_of_blocks(backend):
+    blocks = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2))
+    for scores, tau in ((torch.eye(4), 0.01), (torch.randn(5, 5) - 1000 * (1 - blocks), 1.0)):
+        scores = scores.double().requires_grad_()
+        grad = torch.randn_like(scores)
+        found = [
+            torch.autograd.grad(mk.sinkhorn(scores, 300, tau=tau, gradient=each, backend=backend), scores, grad)[0]
+            for each in ("implicit", "unrolled")
+        ]
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
 def test_second_derivative_at_the_fixed_point():
     scores = torch.randn(3, 3, dtype=torch.float64).mul(0.3).requires_grad_()
     grad, direction = torch.randn(2, 3, 3, dtype=torch.float64)

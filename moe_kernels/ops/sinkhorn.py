@@ -72,7 +72,7 @@ def sinkhorn(
             computed in float64.
         gradient: "unrolled": the gradient of the computed iterations. "implicit": the gradient of the fixed point, at a
             cost that does not depend on `iterations`; every row sum must be within 1e-5 of 1 (or of `rows`). On a GPU
-            this check waits for the device. torch.linalg.solve fails if the result has blocks, like a permutation.
+            this check waits for the device.
         anneal_from: a temperature of at least tau. The temperature falls geometrically from anneal_from in the first
             iteration to tau in the last; potentials, in units of scores, are kept. For normal scores and n = 8, 60
             iterations from 1 to 1e-7 mostly reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
