@@ -68,7 +68,7 @@ def make_plan(
     row = expert_offsets[expert] + slot
 
     bound = num_tokens * k if capacity is None else min(num_tokens * k, num_experts * capacity)
-    target = torch.where(keep, row, bound)  # dropped requests write to an extra row at the end
+    target = torch.where(keep, row, bound)  # choices without a row write to an extra one at the end
     row_token = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, token, -1))[:bound]
     row_choice = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, choice, -1))[:bound]
     slot_row = row.new_full((num_tokens, k), -1)

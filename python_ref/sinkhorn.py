@@ -32,8 +32,8 @@ def sinkhorn(
 
     Columns are normalised last, so they sum to one; rows sum to one after convergence. -inf forbids a pair; a row or
     column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes NaN everywhere (if iterations > 0).
-    anneal_from: iteration t has the temperature temperatures(...)[t]. The logarithm of the matrix is
-    (scores - f - g) / tau, with f of a row and g of a column; a change of tau keeps f and g.
+    anneal_from: iteration t has the temperature temperatures(...)[t]. The logarithm of element (i, j) of the matrix is
+    (scores_ij - f_i - g_j) / tau; a change of tau keeps f and g.
     rows, columns (..., n): prescribed sums of rows and columns instead of 1. noise (..., n, n): added to scores.
     tolerance: a matrix takes no further iteration once each row and column sum is off by at most `tolerance`.
     gradient "unrolled": the gradient of these iterations, recomputed from about sqrt(iterations) checkpoints.
@@ -116,9 +116,9 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined only up to a constant, which 1 / n in every element of the matrix for b fixes. If p
-    falls into blocks, as a permutation does, each block has a constant of its own. The diagonal is therefore 1e-13
-    larger; the constants cancel in a_i + b_j where p_ij is above 0.
+    a is eliminated. b is determined only up to a constant; adding 1 / n to every element of its matrix chooses one. If
+    p falls into blocks, as a permutation does, each block has its own constant. A diagonal larger by the factor
+    1 + 1e-13 makes the matrix regular; the constants cancel in a_i + b_j where p_ij is above 0.
     """
     p = p.double()
     w = p * grad.double()

@@ -48,7 +48,7 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
         least = torch.finfo(leaf_probs.dtype).min if parity == "tf" else -torch.inf
         p = (leaf_probs + epsilon).log().masked_fill(dropped, least)
-        logits = leaf_logits.masked_fill(dropped, 0)  # an infinite or NaN logit would make all gates NaN
+        logits = leaf_logits.masked_fill(dropped, 0)  # +inf or NaN would make all gates NaN
         return (logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
     reachable = leaf_logits.masked_fill(leaf_probs < torch.finfo(leaf_probs.dtype).tiny, -torch.inf)
     weights = leaf_probs * (reachable - reachable.detach().amax((-2, -1), keepdim=True)).exp()
@@ -74,8 +74,8 @@ def tree_gate(
 class RouteStatistics(NamedTuple):
     """Statistics of tree_route, (T, K) each.
 
-    visited (int32): number of inner nodes at least as likely as the chosen leaf. unsaturated (bool): whether one of
-    these nodes is not saturated.
+    visited (int32): number of inner nodes at least as likely as the chosen leaf. unsaturated (bool): whether h is
+    neither 0 nor 1 at one of these nodes.
     """
 
     visited: Tensor
@@ -95,9 +95,8 @@ def tree_route(
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, or the left-most of several.
 
     weights = softmax of the logits of the K leaves. An expert that several trees chose keeps its first column, with the
-    sum of its weights; its other columns get weight 0 and expert -1. visited: the nodes at least as likely as the leaf,
-    which any search for the leaf must read. At a node whose pre-activation is NaN the token goes left; if the node is
-    visited, the token's weights are NaN, except in columns with expert -1.
+    sum of its weights; its other columns get weight 0 and expert -1. At a node whose pre-activation is NaN the token
+    goes left; if the node is visited, the token's weights are NaN, except in columns with expert -1.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()

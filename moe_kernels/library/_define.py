@@ -131,7 +131,7 @@ def gradient_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations of kernels that halve the number of columns
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # computed in kernels; each halves the number of columns
 CLAMPED = "swiglu_clamped"  # also halves the number of columns, but is an operator of its own, without kernels
 
 

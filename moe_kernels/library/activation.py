@@ -1,6 +1,6 @@
 """The clamped, interleaved SwiGLU of gpt_oss as an operator, computed by PyTorch on any device.
 
-g = min(pre_2j, limit),   u = pre_2j+1 clamped to +-limit,   y_j = (u + 1) g sigmoid(alpha g)
+g = min(pre_(2j), limit),   u = pre_(2j+1) clamped to +-limit,   y_j = (u + 1) g sigmoid(alpha g)
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
 
 
 def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
-    """(T, D): the sum of rows t, T + t, 2 T + t, ... in float32."""
+    """(T, D): the sum of rows t, T + t, 2 T + t, ..."""
     if rows.shape[0] == num_tokens:
         return rows
     row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Expert norms: the norm of every expert's output for every token.
 
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
-    dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from dy as in a two-layer network
+    dy_te = ds_te y_te / s_te,   0 where s_te = 0
 
 Kernels compute experts in groups, with a row for each token and each expert of a group. On a GPU forward squares and
 sums the accumulators of the second product and does not store outputs. Saved for backward: x, the norms and the

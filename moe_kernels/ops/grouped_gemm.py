@@ -45,7 +45,7 @@ def grouped_gemm(
         weight: (E, Din, Dout) in the dtype of rows. It is copied if neither of the last two dimensions is contiguous; a
             transposed weight, such as `stored.mT`, is passed to the kernel as it is.
         expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] to offsets[e + 1] - 1, as in a
-            RoutingPlan. The first offset is 0, and none is less than the one before or above R.
+            RoutingPlan. Offsets start at 0, never fall and end at R or below.
         bias: (E, Dout) in the dtype of rows, or None.
         activation: None, "relu", "gelu" (with erf), "silu" or "tanh"; gated: "swiglu" or "geglu", silu or gelu of the
             first Dout / 2 columns times the last Dout / 2; or gpt_oss's "swiglu_clamped", (u + 1) g sigmoid(alpha g)

@@ -1,6 +1,6 @@
 """The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp if in_cpp returns True, else by torch.mm.
 
-After torch's products, C++ adds the bias, unless torch did so (in 16 bits), and applies the activation.
+After torch's products, C++ adds the bias, unless torch did so (with AMX), and applies the activation.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: in
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """torch's products, and the bias that C++ must still add, or None. In 16 bits torch adds it before rounding: a bias
+    """torch's products, and the bias that C++ must still add, or None. With AMX torch adds it before rounding: a bias
     added after rounding may cancel most of the product and leave the rounding error."""
     added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None

@@ -115,8 +115,8 @@ class _Reach(NamedTuple):
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """The tokens that reach each branch, or None if all products should be computed.
 
-    This is so if skipping products saves no time; a sample of tokens is tried first. It is also so if a skipped product
-    could be NaN, since the definition would return this NaN.
+    All are computed if skipping some saves no time, which a sample of tokens may show, or if a skipped product could be
+    NaN, since the definition would return this NaN.
 
     Args:
         top_of: top_of(step) returns the pre-activations of the top nodes for every step-th token.
