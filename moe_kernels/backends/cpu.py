@@ -70,10 +70,10 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """Scratch for matrices and vectors, (threads, bytes). For n <= 16 a thread computes several matrices at a time, and
-    an element takes 64 bytes. For larger n a row is n doubles, padded to a multiple of 16."""
+    """Scratch for matrices and vectors, (threads, bytes). For n <= 16 a thread computes several matrices at a time. An
+    element then takes 64 bytes, of scores and grad 128. For larger n a row is n doubles, padded to a multiple of 16."""
     n = scores.shape[-1]
-    packed = n <= 16  # if packed, an element of the input scores and gradients takes 128 bytes
+    packed = n <= 16
     # Backward keeps at most seven vectors per iteration: three for rows, three for columns, and one for the matrices
     # that the iteration updated. The eighth is spare.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)

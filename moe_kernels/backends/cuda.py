@@ -93,7 +93,7 @@ def make_plan_supports(target: str, dtype: torch.dtype) -> str | None:
 
 def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
-        return _supports(target, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
+        return _supports(target, dtype) or "its tensor-core kernel takes bfloat16 and float16, not float32"
     return _supports(target, dtype)
 
 

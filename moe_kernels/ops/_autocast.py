@@ -27,7 +27,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def as_autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """x and parameters, cast as torch does if autocast is on for the device of x: not float64 or integers."""
+    """x and parameters, cast to the autocast dtype if autocast is on for the device of x; float64 and integers stay."""
     device_type = x.device.type
     if not autocast_on(device_type):
         return x, *parameters

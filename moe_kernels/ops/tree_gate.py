@@ -14,7 +14,7 @@ Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels take no logarithm and compute h'/h as
 6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. Without
 `parity`, a leaf is in the softmax if p is at least the smallest normal number. With it, p + epsilon replaces p in the
-softmax, and L and R sum da p / (p + epsilon). Backend "cpu" may skip nodes and leaves that a token cannot reach.
+softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip unreachable nodes and leaves.
 """
 
 from __future__ import annotations
