@@ -55,7 +55,7 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 
 @dataclass(frozen=True)
 class Target:
-    """A backend, for "cpu" one of its instruction sets (in `id`), and the device of its tensors."""
+    """A backend and the device of its tensors; for backend "cpu", `id` also names an instruction set."""
 
     id: str
     backend: str
@@ -95,7 +95,7 @@ def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
 
 @contextlib.contextmanager
 def running(target: Target) -> Iterator[Target]:
-    """Inside the block, the target's backend takes tensors of the target's device ("cpu": with its instruction set)."""
+    """Inside the block, the target's kernels take tensors on its device; a CPU target uses its instruction set."""
     with contextlib.ExitStack() as stack:
         if target.backend == "cuda" and target.executed:
             stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())

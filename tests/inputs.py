@@ -1,4 +1,4 @@
-"""Copies of a tensor that reveal reads outside of its rows, false assumptions of alignment, and 32-bit indices."""
+"""Copies of a tensor that reveal reads outside of its rows, assumed alignment and 32-bit indices; single gradients."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def gapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory. The
-    product of a row's index and 2^30 exceeds int32 from row 2 on; in units of 8 elements, from row 16 on."""
+    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory. At
+    2^30, a row's offset in elements exceeds int32 from row 2 on; in vectors of 8 elements, from row 16 on."""
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     bytes_ = (last + 1) * x.element_size()

@@ -141,7 +141,7 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
 
 
 def test_verify_reports_an_error_raised_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA reports a kernel's error in calls after the launch, such as those of the comparison; verify stops at it."""
+    """CUDA reports a kernel's error in calls after the launch, such as those of the comparison."""
 
     def fail(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,5 +1,5 @@
-"""torch.compile of layers of experts gives the results and gradients of eager mode. A layer becomes one graph. Only in
-training, a layer that calls a function which the compiler may not trace (layers.ON_THE_HOST) becomes several graphs."""
+"""torch.compile of layers of experts gives the results and gradients of eager mode. A layer becomes one graph, but
+in training the layers of layers.ON_THE_HOST become several."""
 
 from __future__ import annotations
 

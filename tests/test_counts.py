@@ -33,7 +33,7 @@ def warps(found: list[Result]) -> int:
 
 
 def predicted(found: list[Result], moved: float) -> float:
-    """The time that an A100 needs to issue the instructions, over the time that it needs to move `moved` bytes."""
+    """The time that an A100 needs to issue the instructions, divided by its time to move `moved` bytes."""
     return FACTOR * warps(found) / ISSUE / (moved / MEMORY)
 
 
@@ -159,7 +159,7 @@ class TorchLaunches(TorchDispatchMode):
 @BACKENDS
 @pytest.mark.parametrize("biased", [False, True])
 def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, backend):
-    """Both passes together take at most eight of each; the gradient that starts the backward pass does not count."""
+    """Counts both passes, without the gradient that starts the backward pass."""
     experts = torch.randint(0, 4, (16, 2), dtype=torch.int32)
     x, w_in, w_out = (torch.randn(shape).to(BF16) for shape in ((16, 16), (4, 16, 32), (4, 32, 16)))
     weights = torch.rand(16, 2)

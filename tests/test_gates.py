@@ -119,7 +119,7 @@ def tokens(t=9):
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "competition"])
 def test_gates_compute_in_the_dtype_of_their_parameters(name):
-    """In training, gates and losses of bfloat16 tokens under autocast have the bits of the same tokens in float32."""
+    """In training, gates and losses of bfloat16 tokens under autocast equal those of the same tokens in float32."""
     gate, (x, ids) = EVERY[name](), tokens()
     x = x.bfloat16()
     before = copy.deepcopy(gate)
@@ -271,7 +271,7 @@ def test_a_gate_without_values_tells_shapes(make):
     """On the meta device, which has no values, outputs have the same shapes and dtypes as on the CPU."""
     gate, (x, ids) = make(), tokens()
     bare = copy.deepcopy(gate).to("meta")
-    for experts in getattr(bare, "_experts", ()):  # of a CompetitionGate, which does not move them: a layer owns them
+    for experts in getattr(bare, "_experts", ()):  # `to` does not move them: a layer owns them
         experts.to("meta")
     for training in (True, False):
         given = gate.train(training)(x, ids)

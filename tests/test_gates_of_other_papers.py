@@ -97,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # must not be called: it copies from the host, which waits for a GPU
+        patch.setattr(torch, "tensor", None)  # must not be called: its copy from the host waits for the GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -188,7 +188,7 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """With a = `attended` and the gate's weight alpha, a block computes a + alpha FF(LN(a)), for a dropped token a."""
+    """A block computes a + alpha FF(LN(a)); a is `attended`, alpha the gate's weight. A dropped token's output is a."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)

@@ -127,8 +127,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
 @pytest.mark.parametrize("shift", [0, 1], ids=["at 4 bytes", "at 2 bytes"])
 @pytest.mark.parametrize(("din", "stride"), [(64, 64), (64, 67), (33, 34), (1, 2), (259, 300)])
 def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
-    """bfloat16 terms are multiplied in pairs. With an odd number of terms, the element after the last one belongs to
-    another row or expert and must not enter the sum."""
+    """bfloat16 terms are multiplied in pairs. If their number is odd, the element after the last must not be added."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     counts, dout = [7, 0, 1, 2, 22], 70
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)

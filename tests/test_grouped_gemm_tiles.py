@@ -35,7 +35,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # The first call launches 12 row tiles, more than the GROUP = 8 that share a column tile, by three column tiles.
+    # The first call launches 12 row tiles, more than GROUP = 8, times three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
