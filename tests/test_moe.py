@@ -248,6 +248,7 @@ def test_policies_refuse_at_once():
     for make, words in (
         (lambda: TokenChoice(-1.0), "TokenChoice: factor must be at least 0, got -1.0"),
         (lambda: TokenChoice(1.0, factor_eval="half"), "TokenChoice: factor_eval must be a finite number, got 'half'"),
+        (lambda: TokenChoice(1.0, factor_eval="1/0"), "TokenChoice: factor_eval must be a finite number, got '1/0'"),
         (lambda: TokenChoice(1.0, multiple_of=0), "TokenChoice: multiple_of must be from 1"),
         (lambda: ExpertChoice(-1.0), "ExpertChoice: factor must be at least 0, got -1.0"),
         (lambda: PriorityRouting(math.nan), "PriorityRouting: factor must be a finite number, got nan"),

@@ -180,7 +180,7 @@ def check_decimal(op: str, name: str, value: object) -> Fraction:
         raise TypeError(f"{op}: {name} must be a number or a string that holds one, got {type(value).__name__}")
     try:
         return Fraction(str(value))
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}") from error
 
 
