@@ -1,5 +1,5 @@
-// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token. A thread adds
-// all rows of a token for its columns: splitting the rows among threads would change the order of the sum.
+// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token. The rows
+// are not split among threads: this would change the order of the sum.
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
@@ -8,7 +8,7 @@
 namespace moe {
 namespace {
 
-// Rows that a thread loads at the same time, and blocks per SM, which gives a thread 48 registers, as in combine.cu.
+// Rows that a thread loads at the same time, and blocks per SM, as in combine.cu.
 constexpr int kBatch = 4, kBlocks = 5;
 
 template <class T, class Vector>

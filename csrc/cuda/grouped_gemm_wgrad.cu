@@ -7,11 +7,11 @@
 namespace moe {
 namespace {
 
-// Tiles for rows not in pieces of 16 bytes, and for fewer than kFewBlocks large tiles (two for each SM of an A100).
+// Tiles for rows that are not whole pieces of 16 bytes, or for fewer than kFewBlocks large tiles.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
-constexpr int64_t kFewBlocks = 2 * 108;
+constexpr int64_t kFewBlocks = 2 * 108;  // two for each SM of an A100
 
 template <class T>
 struct Gradient {

@@ -1,6 +1,6 @@
 // k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows (launch_rows) are read again in each pass.
 // Thresholds are keys: integers in the order of the values (moe/keys.cuh). A pass counts the elements that reach a
-// threshold, that is, are at least as large. The first threshold is that of a Gaussian row.
+// threshold, that is, are at least as large. The first threshold assumes a Gaussian row.
 #include <algorithm>
 #include <cmath>
 
@@ -29,7 +29,7 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool other_values;  // values are not x
-  // Rows of x, values and y have the same offset from multiples of 16 bytes, rows of x and mask from 4 elements.
+  // Rows of x, values and y have the same offset modulo 16 bytes, rows of x and mask modulo 4 elements.
   bool aligned;
   float z;        // standard normal quantile of 1 - (k - 0.5) / n
   float spacing;  // mean distance between neighbours near z in a sorted row of n standard normal numbers
@@ -67,7 +67,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
     key = min(max(key, low + 1), high - 1);
     const int reached = team.sum(row.count(row.threshold(key)));
     const float here = Order::value(Order::bits(key));
-    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // these lanes have no row
+    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // past the last row
     if (surplus > 0) {
       low = key, low_count = reached, bottom = here;
     } else {
@@ -82,8 +82,8 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
   return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
 
-// The ties (elements with key above - 1) that win among this thread's elements of a row in registers. The counts of two
-// chunks (kwta_row.h) share a 32-bit word: the threads of a row have at most 4096 elements in one chunk.
+// For a row in registers: this thread's winning ties (elements with key Cut::above - 1). The counts of two chunks
+// (kwta_row.h) share a 32-bit word: chunk c of all threads of a row has at most 4096 elements.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
@@ -163,7 +163,7 @@ __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t 
   }
 }
 
-// Writes the edges of y and mask. Returns the winners' flags for `bits`: x for the head, y for the tail.
+// Writes the edges of y and mask. Returns the winners' flags for `bits`: the head's in .x, the tail's in .y.
 template <class R, class Team>
 __device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
                              const Problem& p) {

@@ -92,7 +92,7 @@ struct Team {
 
 // Compares a plain row's elements with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
 // Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger ones are NaN.
-// A row with a NaN is not plain. `check` adds elements to `found`: NaN for a NaN, and for +inf with -inf.
+// A row with a NaN is not plain. `check` adds elements to `found`; a NaN makes it NaN, infinities may.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity

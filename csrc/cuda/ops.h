@@ -125,7 +125,7 @@ cudaError_t sinkhorn_fwd(int dtype,
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         double tolerance,  // largest error of a sum to stop at; negative (must be if no sums): never
+                         double tolerance,  // stops once all sums are within it; negative (needed without sums): never
                          cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,

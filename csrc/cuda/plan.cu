@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
                      const int32_t* counts) {  // (chunks, E): requests to each expert in earlier chunks
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
-  int32_t* const slots = shared;                         // (kWarps, width): a warp's requests, then its next slot
+  int32_t* const slots = shared;                         // (kWarps, width): a warp's request count, then its next slot
   int32_t* const next = shared + kWarps * window.width;  // (width): next slot of each expert
   int32_t* const offset = next + window.width;           // (width): first row of each expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

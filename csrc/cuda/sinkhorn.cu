@@ -11,8 +11,8 @@
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows on the
-//   way back. The t iterations that remain add entries of A and B, each at most 1, times numbers whose sizes sum to at
+// * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
+//   The t iterations that remain add entries of A and B, each at most 1, times numbers whose absolute values sum to at
 //   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 w, w = sum |P * dP|: this leaves out less than 6e-14 w.
 // The scaled backward is in double; backends/triton/_sinkhorn_scaled.py gives the errors of float.
 #include "moe/launch.cuh"

@@ -155,7 +155,7 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a sum of this thread's columns of exp(scores / tau) is outside the tolerance. Skips columns of -inf alone.
+  // Whether a column of exp(scores / tau) of this thread has a sum outside the tolerance. Skips columns of -inf alone.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {

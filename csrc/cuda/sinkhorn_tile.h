@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// In the scaled form, rows of scores / tau have a smaller range (maximum - minimum), so k, u and v are normal numbers.
+// In the scaled form each row of scores / tau has a range (maximum - minimum) below this: k, u and v are then normal.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
 
@@ -105,7 +105,7 @@ class Team {
  public:
   static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // of a team of several, else 0
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is in one warp
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
   // Whether the scaled form stops early. For n <= 8 a warp has 8 or 32 matrices, which rarely all stop.
   static constexpr bool kEarly = kN >= 16;

@@ -15,7 +15,7 @@
 namespace moe {
 namespace {
 
-// exp(-x) for x >= 0; NaN for NaN. If the result is rounded to 16 bits, an error of x / 2^24 does not matter.
+// exp(-x) for x >= 0; NaN for NaN. For 16-bit results a relative error of x / 2^24 does not matter.
 template <class T>
 __device__ __forceinline__ float decay(float x) {
   if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);

@@ -104,8 +104,8 @@ struct Subtree {
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
-    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to the right
-    // one. reached: product of the last one, then two, then all (up to four) branches on the path to node `lane`.
+    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to its right
+    // child. reached: product of the last branch on the path to node `lane`, then of two, then of all (at most four).
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
