@@ -185,7 +185,7 @@ def profile_command(
         lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
     print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
     console.print(
-        f"the call takes {found.us:.4g} us; its floor is {found.floor_us:.4g} us, {found.floor_us / found.us:.0%}"
+        f"the floor is {found.floor_us:.4g} us, {found.floor_us / found.us:.0%} of the {found.us:.4g} us of the call"
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:

@@ -55,7 +55,7 @@ class CompeteSMoE(TextRecipe):
         "relative positions",
         choices=("switch", "glam"),
     )
-    moe_every: int = option(0, "one of so many blocks has experts; 0: 1 for switch, 2 for glam", low=0)
+    moe_every: int = option(0, "every n-th block has experts; 0: 1 for switch, 2 for glam", low=0)
     heads: int = option(4, "heads of attention", low=1)
     experts: int = option(16, "experts of a layer", low=2, sweep=True)
     k: int = option(2, "experts a token", low=1, sweep=True)

@@ -12,7 +12,7 @@ later, and continues. Arms:
 
 The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
 this loss over all permutations; for every arm the test loss at the end; for the searches the distance of the last soft
-matrix from a permutation.
+permutation from a hard one.
 """
 
 from __future__ import annotations
