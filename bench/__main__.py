@@ -171,7 +171,7 @@ def profile_command(
     tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one operation; prints each kernel's share, and its time over the least time that the machine allows."""
+    """Traces one operation; prints each kernel's share, and its time divided by the least time of the whole call."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -185,7 +185,7 @@ def profile_command(
         lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
     print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
     console.print(
-        f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of it"
+        f"the floor is {found.floor_us:.4g} us, {found.floor_us / found.us:.0%} of the {found.us:.4g} us of the call"
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
@@ -383,7 +383,7 @@ def exchange_command(
         str, typer.Option(help="To measure: tokens of all ranks, model and hidden width, experts, choices.")
     ] = ("2048,256,512,16,2"),
     predict: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks to predict.")] = [8, 64, 256],  # noqa: B006
-    model: Annotated[str, typer.Option(help="To predict: tokens of a rank, and the same.")] = "8192,2048,768,256,8",
+    model: Annotated[str, typer.Option(help="To predict: tokens of a rank; rest as --size.")] = "8192,2048,768,256,8",
     skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
     inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
@@ -401,7 +401,7 @@ def exchange_command(
         for each in lines:
             moved = f"{each.sent / 1e6:.2f}", "-" if each.predicted is None else f"{each.predicted / 1e6:.2f}"
             rows.append((f"{each.ranks}", each.contender, f"{each.forward:.4f}", f"{each.training:.4f}", *moved))
-        header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB of the model")
+        header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB predicted")
         print_table(f"Measured, {measured}, float32, gloo, one thread a rank", header, rows)
     machines = [Machine(n, node, inside * 1e9, outside * 1e9, latency * 1e-6, tflops * 1e12) for n in predict]
     columns = ("ranks", "router", "busiest rank's rows", "exchange ms", "experts ms", "exchange", "MB of a rank")

@@ -14,8 +14,8 @@ class Change(NamedTuple):
     """The change of one call, named by its values of KEY. `slowdown` is 1.1 if it takes a tenth longer.
 
     On a GPU microseconds are compared. On a CPU they drift with the load, so the call's time is divided by the time of
-    a memcpy and of each peer in the same run. `slowdown` is the ratio nearest to 1, since a change of the kernel shows
-    in all of them. before, after: microseconds on a GPU, multiples of the memcpy's time on a CPU.
+    a memcpy and of each peer in the same run. `slowdown` is the smallest change of these quotients, since a change of
+    the kernel shows in all of them. before, after: microseconds on a GPU, multiples of the memcpy's time on a CPU.
     """
 
     figure: tuple[str, ...]

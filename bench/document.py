@@ -19,7 +19,7 @@ Times are medians of interleaved runs, with the 10th and 90th percentile. `!` ma
 10th: the machine was busy. On one CPU thread, the time in which the thread waited for a core is subtracted. *Ceiling*:
 the least time as a share of the time taken. The least time follows from the least bytes (each pass reads each input
 once and writes each output once) and the FLOPs, at the speeds of a copy and of a matrix product in the same run. If
-inputs are in a cache, the share can pass 100%. *memcpy*: the time over that of a copy that moves as many bytes. Last
+inputs are in a cache, the share can pass 100%. *memcpy*: the time divided by that of a copy of as many bytes. Last
 column: how many times as fast as each peer, on the same inputs in the same run. On a busy CPU only ratios hold."""
 CAPTIONS = {
     "roofline": "The speed of every call under the limits (roofs) of the same run. The sloped roof is the bandwidth "

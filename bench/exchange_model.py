@@ -73,7 +73,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one layer, forward and backward. imbalance: rows of the busiest rank over the mean."""
+    """Predicted seconds of one layer, forward and backward. imbalance: rows of the busiest rank / mean."""
 
     exchange: float
     experts: float

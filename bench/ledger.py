@@ -48,7 +48,6 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """The files of the kernels, named after `op` or after the operation of `file_of`."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -60,9 +59,9 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
     These are the operation's file in moe_kernels/ops, the files of its kernels and of those it calls, the headers that
-    they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA they also
-    include the Python files that call the kernels and choose sizes; if these import another operation's file, also that
-    operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
+    they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA, also the
+    Python files in backends/native that call the kernels and choose sizes; if they import another operation's file,
+    also that operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
     names = {each for name in (op, *_CALLED.get(op, ())) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
@@ -174,8 +173,8 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
     """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
 
-    Among operations of one file the oldest date counts, and a stale one makes all stale. An operation that was not
-    executed is "never run on a GPU".
+    Of operations that share a file the oldest date counts; if one operation is stale, all are. An operation that was
+    not executed is "never run on a GPU".
     """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -183,7 +183,7 @@ def run(
 ) -> Iterator[Found]:
     """Measures each job for `budget` seconds, with a figure for each backend; no job starts after `until`.
 
-    worker: measures in another process; a kernel that breaks the GPU or takes over JOB_SECONDS loses only its job.
+    worker: another process that measures; a kernel that breaks the GPU or exceeds JOB_SECONDS loses only its job.
 
     If a job fails on a GPU, each of its kernels is measured alone and without peers, to find those that fail.
     """
@@ -325,7 +325,7 @@ def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] 
 
 
 def _difference(found: object, expected: object) -> float:
-    """Norm of the difference over the norm of the expected tensor, the largest over the tensors of two outputs.
+    """Norm of the difference divided by that of the expected tensor; the largest value of all tensors of an output.
 
     Infinite if the numbers or shapes of tensors differ, or a difference is NaN.
     """
@@ -351,8 +351,8 @@ def figure(
 ) -> Figure:
     """The figure of one kernel: microseconds (median, 10th and 90th percentile), GB/s, GFLOP/s and ratios.
 
-    ceiling_percent: the least time at the speeds of `limit`, over the time taken. over_memcpy: the time over that of a
-    copy that moves as many bytes. peers: how many times as fast as each.
+    ceiling_percent: the least time at the speeds of `limit` in percent of the time taken. over_memcpy: the time divided
+    by that of a copy of as many bytes. peers: how many times as fast as each.
     """
     entry = ENTRIES[job.op]
     size, flops = entry.least_bytes(job.shape, job.dtype, job.direction), entry.flops(job.shape, job.direction)

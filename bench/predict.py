@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The resource that limits the launches with the largest share of the time."""
+        """The resource that limits the call for the largest share of its time."""
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 
@@ -189,11 +189,11 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 HOW = """\
 Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
 and FLOPs are scaled by the number of rows, tokens, experts or matrices, bytes by the operation's least bytes. In plans
-by priority or expert choice, in Sinkhorn with given sums and beside products of torch, bytes are scaled as instructions
-are. *DRAM*: bytes
-over the bandwidth, each sector once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a
-cycle and multiprocessor. *tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of
-the three. Not predicted: stalls, the cost of a launch, products of torch's own library."""
+by priority or expert choice, in Sinkhorn with given sums and in launches of the tree gate without matrix instructions,
+bytes are scaled as instructions are. *DRAM*: bytes over the bandwidth, each sector once. *issue*: PTX instructions of
+all warps, times a static factor to SASS, at four a cycle and multiprocessor. *tensor*: FLOPs of matrix instructions
+over the peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a launch, products
+of torch's own library."""
 
 
 def figures(gpu: Gpu) -> str:

@@ -49,7 +49,7 @@ def _composed_gate(inputs: Inputs) -> object:
 
 
 def _composed_route(inputs: Inputs) -> object:
-    """Weight and expert of each tree's likeliest leaf, from the gate; if trees share an expert, the first has it."""
+    """Weight and expert of each tree's likeliest leaf; 0 and -1 if an earlier tree has the same expert."""
     gates, leaf_probs = reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=SATURATED)
     experts = leaf_probs.argmax(-1)
     repeated = (experts[:, :, None] == experts[:, None, :]).tril(-1).any(-1)

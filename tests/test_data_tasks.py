@@ -150,7 +150,7 @@ def test_celeba_from_its_files(tmp_path):
     ("file", "content", "message"),
     [
         ("list_attr_celeba.txt", None, "there is no"),
-        ("list_attr_celeba.txt", "1\nSmiling Young\n000001.jpg 1 1\n", "expected as many attributes as partitions"),
+        ("list_attr_celeba.txt", "1\nSmiling Young\n000001.jpg 1 1\n", "expected as many images in both lists"),
         ("list_eval_partition.txt", "000001.jpg 0\n" * 4, "expected image 000002.jpg and a part from 0 to 2"),
         ("list_eval_partition.txt", "".join(f"{name} 7\n" for name in ATTRIBUTES), "a part from 0 to 2, got"),
         (

@@ -88,7 +88,7 @@ def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
     _, header, *rows = _lines(place / "list_attr_celeba.txt")
     partition = _lines(place / "list_eval_partition.txt")
     if len(rows) != len(partition):
-        raise ValueError(f"data: {place}: expected as many attributes as partitions; got {len(rows)}, {len(partition)}")
+        raise ValueError(f"data: {place}: expected as many images in both lists; got {len(rows)}, {len(partition)}")
     tasks, parts = tuple(header), dict[str, list[tuple[Path, list[int]]]]({"0": [], "1": [], "2": []})
     for (name, *values), entry in zip(rows, partition, strict=True):
         if entry[0] != name or len(entry) != 2 or entry[1] not in parts or Path(name).name != name:

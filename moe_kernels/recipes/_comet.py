@@ -58,7 +58,7 @@ class CometImages(CometLayers):
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """A Task.evaluate: calls `measures`, which runs the model, and returns the masks of this run as routing."""
+    """A Task.evaluate: calls `measures`, which applies the model once, and returns the model's masks as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
         with record_masks(model) as masks:

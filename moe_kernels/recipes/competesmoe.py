@@ -55,7 +55,7 @@ class CompeteSMoE(TextRecipe):
         "relative positions",
         choices=("switch", "glam"),
     )
-    moe_every: int = option(0, "every so many blocks one has experts; 0: 1 of switch, 2 of glam", low=0)
+    moe_every: int = option(0, "every n-th block has experts; 0: 1 for switch, 2 for glam", low=0)
     heads: int = option(4, "heads of attention", low=1)
     experts: int = option(16, "experts of a layer", low=2, sweep=True)
     k: int = option(2, "experts a token", low=1, sweep=True)
@@ -68,11 +68,11 @@ class CompeteSMoE(TextRecipe):
     )
     rate_schedule: str = option(
         "constant",
-        "lambda over the steps: constant, or falling as 2 / (2 + sqrt(i + 1)) after i thousand steps, as in the "
-        "published code, which ignores --rate",
+        "lambda over the steps: constant (--rate), or falling as 2 / (2 + sqrt(i + 1)) after i thousand steps, as in "
+        "the published code",
         choices=("constant", "falling"),
     )
-    alpha: float = option(1.0, "weight of the router's loss in those steps; the paper: 1 to 5", low=0, sweep=True)
+    alpha: float = option(1.0, "weight of the router's loss in competitions; the paper: 1 to 5", low=0, sweep=True)
     balance: float = option(0.0, "weight of the balance loss of smoe and switch; the paper has none", low=0, sweep=True)
     xmoe_score: str = option(
         "learned",

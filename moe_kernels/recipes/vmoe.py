@@ -46,7 +46,7 @@ class VMoE(Recipe):
     heads: int = option(4, "heads of attention", low=1)
     hidden: int = option(192, "hidden layer of an expert, and of a dense layer", low=1)
     moe_every: int = option(
-        0, "every so many blocks one has experts, counted from the last; 0: 1 in paper 002, 2 in paper 003", low=0
+        0, "every n-th block has experts, counted from the last; 0: 1 in paper 002, 2 in paper 003", low=0
     )
     moe_layers: int = option(
         -1, "at most so many of these blocks have experts, the last ones; -1: all in paper 002, 2 in paper 003", low=-1

@@ -12,7 +12,7 @@ later, and continues. Arms:
 
 The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
 this loss over all permutations; for every arm the test loss at the end; for the searches the distance of the last soft
-matrix from a permutation.
+permutation from a hard one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(min=1)  # the sums are divided by all rows, errors need the rated ones
+    scale = len(stars) / rated.sum().clamp(min=1)  # callers divide by all rows, but the mean error is over rated ones
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def total_steps(self) -> int:
-        """Most steps of all runs together, for the progress bar: a run may stop earlier."""
+        """Upper limit of the steps of all runs together, for the progress bar: a run may stop earlier."""
         size = len(self.data.train[0])
         final, tuned = (
             self.recipe.steps or self.recipe.epochs * math.ceil(n / self.recipe.batch_size)

@@ -23,7 +23,7 @@ from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
 Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
-LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part that depends on targets
+LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part without regularisers
 
 
 def routing_columns(unit: str) -> tuple[str, ...]:

@@ -192,7 +192,7 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def with_spread(pair: tuple[float, float]) -> str:
-    """ "mean ± spread", or the mean alone if there is no spread."""
+    """ "mean ± spread", the mean alone if there is no spread, or "-" if the mean is NaN."""
     mean, spread = pair
     if math.isnan(mean):
         return "-"

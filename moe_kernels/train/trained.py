@@ -49,7 +49,7 @@ class Trained:
 
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model of the evaluation to report, and its .json; returns the path of the state dict."""
+    """Writes the model at evaluation `run.chosen`, and its .json; returns the path of the state dict."""
     best = run.best if run.validates and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
