@@ -118,8 +118,8 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after that at term k and column j: the next terms of the same columns, else the next columns,
-  // else the first panel for the span `later`, if it has another expert. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel that follows the panel at term k and column j: the next terms of the same columns, else the
+  // next columns, else the first panel for `later`, if `later` has another expert. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);

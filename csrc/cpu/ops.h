@@ -5,8 +5,8 @@
 // * dtype may be float64, element_size 8. CUDA's float32 arrays are then float64. gamma, epsilon and least are double.
 // * gates and leaf_probs of the tree gate, and their gradients, are float32 or float64, not of dtype.
 // * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
-// * A function that returns int checks indices: it returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd
-//   also checks row_token, which CUDA does not read.
+// * A function that returns int checks indices: it returns 1 if one is out of range (-1 is not, nor is an id from E on
+//   in expert_mlp_fwd), else 0. dispatch_fwd also checks row_token, which CUDA does not read.
 // * Functions of the grouped GEMM and the expert MLP have partly other arguments.
 #pragma once
 

@@ -103,7 +103,7 @@ struct Potentials {
   }
 };
 
-// Largest difference of a column sum of exp(score / tau) from the prescribed sum. A column of -inf counts as 0.
+// Largest |column sum of exp(score / tau) - prescribed sum|. A column of -inf counts as 0.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};

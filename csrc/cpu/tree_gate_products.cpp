@@ -22,7 +22,7 @@ constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels
 constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
 
-// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. It has as many sums as one of moe/tiles.h.
+// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. A tile of moe/tiles.h has as many sums.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel

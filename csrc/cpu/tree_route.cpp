@@ -1,7 +1,7 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens descends a tree together, so that a node's weights are read once for all its tokens that reach the
-// node. At a saturated node a token goes left or right. At any other node both branches are possible, and the token
+// A block of tokens descends a tree together, so that a node's weights are read once for all of these tokens that reach
+// the node. At a saturated node a token goes left or right. At any other node both branches are possible, and the token
 // leaves the block: the tree below the node is searched for this token alone, likeliest node first.
 
 #include "ops.h"
@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens of a block; their x (384 KiB in float32 at P = 768) stays in the L2 cache
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; their results do not depend on each other
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time
 
 template <class Wide>
 struct Candidate {
@@ -145,8 +145,8 @@ class Descent {
     descend(2 * node + 2, left, alone, depth + 1);
   }
 
-  // Finds the likeliest leaf under `start`, the left-most of several. The token reaches `start` with probability 1.
-  // Nodes are expanded in descending probability, as long as one is at least as likely as the best leaf.
+  // Finds the likeliest leaf under `start`, among equals the left-most. The token reaches `start` with probability 1.
+  // Nodes are expanded in descending probability, while the likeliest is at least as likely as the best leaf.
   void search(int32_t token, int64_t start, int32_t visited) {
     Candidate<Wide>* end = frontier_;
     Candidate<Wide> best{Wide(-1), 0};
@@ -194,8 +194,8 @@ class Descent {
     results_.unsaturated[index] = unsaturated;
   }
 
-  // Replaces a token's logits by a softmax over trees. If several trees chose an expert, the first gets the sum of their
-  // weights.
+  // Replaces a token's logits by a softmax over trees. Trees that chose the same expert are merged: the first gets the
+  // sum of their weights.
   void merge_trees(int64_t token) const {
     Wide* weight = results_.logits + token * trees_;
     int32_t* expert = results_.experts + token * trees_;

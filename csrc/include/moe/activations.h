@@ -1,4 +1,4 @@
-// Activations and their derivatives as plain arithmetic, which vectorises (definition: python_ref/grouped_gemm.py).
+// Activations and their derivatives, which vectorise in float (definition: python_ref/grouped_gemm.py).
 #pragma once
 
 #include <cmath>

@@ -19,8 +19,8 @@ struct Elements {
   bool same_type;  // elements are of type T
   bool in_pairs;   // matrix products multiply pairs of elements (pairs.h)
 
-  // Writes to (rows, count). Its row r is row r of `from` if `token` is null, else row token[r], or zeros if token[r]
-  // is -1. Rows of `from` are `stride` elements apart, rows of `to` to_row elements.
+  // Row r of `to` (rows, count) becomes row r of `from` if `token` is null, else row token[r], or zeros if token[r] is
+  // -1. Rows of `from` are `stride` elements apart, rows of `to` to_row elements.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
                 int64_t count);
   void (*add)(T* to, const void* from, int64_t count);  // to += from

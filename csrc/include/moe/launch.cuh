@@ -49,7 +49,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #endif
 }
 
-// Calls run(T{}) for the element type T of `dtype`. Kernels have no float64.
+// Calls run(T{}) for the element type T of `dtype`, except float64, which is invalid.
 template <class Run>
 cudaError_t with_element(int dtype, Run run) {
   switch (dtype) {

@@ -1,6 +1,6 @@
-// Wraps functions of any signature as a Launcher, which takes its arguments as an array of uint64_t. All launchers have
-// one type, so that bindings to Python compile fast. An array element holds one argument: a pointer, an integer, the
-// bits of a double, or the bits of a float in the low half.
+// Wraps a function as a Launcher, which takes the arguments as an array of uint64_t. All launchers have one type, so
+// that bindings to Python compile fast. An array element holds one argument: a pointer, an integer, the bits of a
+// double, or the bits of a float in the low half.
 #pragma once
 
 #include <cstdint>

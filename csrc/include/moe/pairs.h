@@ -55,8 +55,8 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
-// Writes to (rows, pairs_of(count)): the pairs of neighbours in each row. If `count` is odd, the last element is paired
-// with zero. Rows are read as in Elements::widen (elements.h).
+// to (rows, pairs_of(count)): the pairs of neighbours in each row; if `count` is odd, the last element is paired with
+// zero. Rows are read as in Elements::widen (elements.h).
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);

@@ -10,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements; an index a block past the end still fits an int
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements; one grid step past the end, an index still fits an int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -52,7 +52,7 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
 }
 
 // The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes over the
-// row have about as many pieces. 360 pieces (D = 2880 in bf16) take two passes of 180 threads, not 256 and then 104.
+// row are about equally long. 360 pieces (D = 2880 in bf16) take two passes of 180 threads, not 256 and then 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));

@@ -30,7 +30,7 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
 // Prefetches memory of the next product during this product. Without this, 64 rows times a 128 x 128 weight in no cache
-// take 1.5 times as long. Each step over k has one prefetch, since a processor waits with about a dozen in flight.
+// take 1.5 times as long. Each step over k has one prefetch, since only about a dozen can be in flight.
 struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
@@ -218,7 +218,7 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // (0.9 of the time for 8 rows). If a is packed, or is being packed, a tile could cross the end of a packed block.
+    // (0.9 of the time for 8 rows), unless a is packed or being packed: a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);

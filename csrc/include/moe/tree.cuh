@@ -1,5 +1,5 @@
-// A binary tree of smooth steps over E experts (paper 001, eqs. 3 and 9). Node 1 is the root, node m has children 2m
-// and 2m + 1, nodes 1 to E - 1 are inner nodes, and nodes E to 2E - 1 are leaves.
+// A binary tree of smooth steps over E experts (definition: python_ref/tree_gate.py). Node 1 is the root, node m has
+// children 2m and 2m + 1, nodes 1 to E - 1 are inner nodes, and nodes E to 2E - 1 are leaves.
 #pragma once
 
 #include "moe/platform.cuh"
