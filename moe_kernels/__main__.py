@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
     if words[:1] == ["train"]:  # loads modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
-    study = commands.add_parser("study", help="experiments of the papers that compare no trained models, with pictures")
+    study = commands.add_parser("study", help="experiments of the papers, or on their claims, with pictures")
     if words[:1] == ["study"]:
         importlib.import_module("moe_kernels.studies").add_arguments(study, words[1:])
     args = parser.parse_args(words)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs every kernel that can run on this machine against its reference and prints the worst error and the "
-        "allowed one: elements that differ for outputs that must be the same bits, relative error for computed ones. "
+        "allowed one: wrong elements of selected or copied outputs, relative errors of computed ones. "
         "Exit status 1 on any failure, 2 if a backend given with --backend could run nothing. TRITON_INTERPRET=1 runs "
         "the Triton kernels on the CPU, slowly."
     )
@@ -58,7 +58,7 @@ def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     ran = sum(row.verdict == "ok" for row in rows)
     print(f"\n{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
     idle = verify.idle(args.backend, rows)
-    if idle:  # a backend named by --backend ran nothing
+    if idle:
         print(f"verify: {idle}", file=sys.stderr)
     return 1 if failed else 2 if idle else 0
 

@@ -101,7 +101,7 @@ def load(folder: str | Path) -> BertWithExperts:
     """The BertForMaskedLM in a folder, without experts, in float32 and eval mode.
 
     Raises:
-        ValueError: a file or weight is missing or damaged, the model is no BERT or a decoder, or split_ffn does not
+        ValueError: a file or weight is missing or damaged, the model is a decoder or no BERT, or split_ffn does not
             take its activation.
     """
     place, config = _config(folder)

@@ -58,7 +58,7 @@ class Block(nn.Module):
         relative: int = 0,
     ) -> None:
         super().__init__()
-        check_int("Block", "heads", heads, 1, 2**31 - 1, "of attention")
+        check_int("Block", "heads", heads, 1, 2**31 - 1, "attention heads")
         if dim % heads:
             raise ValueError(f"Block: dim must be a multiple of heads, got {dim} and {heads}")
         self.heads, self.causal = heads, causal

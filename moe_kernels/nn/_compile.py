@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def on_the_host(reason: str) -> Callable[[Function], Function]:
     """The decorator torch.compiler.disable(reason=reason), applied at the first call after torch._dynamo was imported.
 
-    torch's decorator imports torch._dynamo when it decorates, which would add 2.3 s to the import of this package.
+    torch's decorator imports torch._dynamo when it decorates, which would add seconds to the import of this package.
     """
 
     def decorate(function: Function) -> Function:

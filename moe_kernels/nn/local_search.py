@@ -107,7 +107,7 @@ class LocalSearch(KeepsFloat32):
         super().__init__()
         n = check_int("LocalSearch", "num_experts", num_experts, 1, 2**31 - 1, "experts")
         count = check_int("LocalSearch", "permutations", permutations, 1, 2**31 - 1, "permutations")
-        self.steps = check_int("LocalSearch", "steps", steps, 0, 2**63 - 1, "training steps of stage one")
+        self.steps = check_int("LocalSearch", "steps", steps, 0, 2**63 - 1, "the step that ends stage one")
         check_choice("LocalSearch", "schedule", schedule, SCHEDULES)
         if importlib.util.find_spec("scipy") is None:
             raise ImportError("LocalSearch: hardening needs scipy: pip install moe_kernels[assignment]")
@@ -229,7 +229,7 @@ class LocalSearch(KeepsFloat32):
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
-        """zeta times the sum of the entropies of S and of S with normalised rows; S = p, or the last S if p is None."""
+        """The regulariser () in the module's docstring, with S = p, or the last S if p is None."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
         normalised = soft / torch.where(totals == 0, 1, totals)
@@ -282,7 +282,7 @@ def _version(tensor: Tensor) -> int:
 def round_to_doubly_stochastic(p: Tensor) -> Tensor:
     """A doubly stochastic matrix near p (..., n, n) >= 0 (Altschuler, Weed, Rigollet 2017, algorithm 2).
 
-    Divides each row, then each column, of a sum above one by its sum. Then, with r = 1 - row sums and
+    Divides each row whose sum exceeds one by this sum, then each column likewise. Then, with r = 1 - row sums and
     c = 1 - column sums, adds r c^T / sum(r).
     """
     p = p / p.sum(-1, keepdim=True).clamp(min=1)

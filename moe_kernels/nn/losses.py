@@ -54,7 +54,7 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
 def load_loss(
     logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float, reduce: ProcessGroup | None = None
 ) -> Tensor:
-    """CV(mean over t of P_t)^2; P_te: probability that logit e, with new noise, exceeds the token's k-th largest one.
+    """CV(mean over t of P_t)^2; P_te: probability that logit e, with new noise, exceeds the token's threshold.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
 

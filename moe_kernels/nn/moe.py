@@ -64,7 +64,7 @@ class MoEOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Detached tensors by name: statistics of the gates ("task0.name" in a MultiGateMoE), the records, and those of
+        """Detached tensors by name: the records, statistics of the gates ("task0.name" in a MultiGateMoE) and those of
         the plan: "experts_per_token" (); "load" (E), rows of every expert over T; "dropped" (), dropped over requested.
 
         Every read computes them anew; a forward computes none.

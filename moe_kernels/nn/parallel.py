@@ -7,7 +7,7 @@
     counts    plan.kept (E) is sent to the owners, while dispatch gathers the rows   one all-to-all
     rows      are sent to the owners, grouped by expert                              one all-to-all
     experts   a plan with K = 1 groups the received rows by expert, in the order of the sending ranks
-    outputs   are sent back in the same order; then combine and dropout              one all-to-all
+    outputs   are sent back in the same order                                        one all-to-all
 
 A rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
 with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). Results
@@ -56,7 +56,7 @@ class ExpertParallel(ParallelStyle):
     (r + 1) E / n - 1. All ranks must call the layer equally often, forward and backward, even ranks without tokens.
 
     Args:
-        capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their counts.
+        capacity: None: every rank sends the rows of its plan, and the host waits for their counts.
             C >= 1: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host
             waits for no GPU, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no products.
             The plan must keep at most C rows for an expert: TokenChoice(factor) keeps at most
@@ -293,7 +293,7 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Returns the norm () of all gradients, as in one process; scales gradients of a larger norm down to max_norm.
+    """Returns the norm () of all gradients, as in one process; if it exceeds max_norm, scales them down to max_norm.
 
     `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. This function computes a norm for each mesh
     and combines the norms. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.

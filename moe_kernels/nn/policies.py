@@ -31,8 +31,7 @@ class TokenChoice:
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
             summed gate weight: Batch Prioritized Routing (V-MoE, paper 003; V-MoE's public code has only "max").
         order: as in make_plan; None is "choice" with a capacity, else "token". Without a capacity the order only
-            decides the order of an expert's rows; with "token" an expert's rows in one process are its rows in n
-            processes, concatenated.
+            decides the order of an expert's rows; "token" gives the same order in one process and in n (nn.parallel).
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. The capacity
             is computed with T = group, also for a smaller last group. None: all tokens compete.

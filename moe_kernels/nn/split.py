@@ -61,7 +61,7 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Lets the backward pass compute one of the two terms of I; the second one updates `value`."""
+        """Lets the backward pass compute one of the two terms of I, and update `value` once it has both."""
         if not x.requires_grad:
             return
 
@@ -136,8 +136,8 @@ def distillation_loss(
     """Mean squared difference of each pair of hidden states, summed over the pairs, plus symmetric_kl of the logits.
 
     Args:
-        student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher's get no
-            gradient; run the teacher in eval mode, without dropout.
+        student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher gets no
+            gradient; run it in eval mode, without dropout.
         logits, teacher_logits: (B, classes).
 
     Source: MoEBERT, section 3.4, which adds 5 times this loss to the task's cross-entropy.

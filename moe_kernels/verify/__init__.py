@@ -126,7 +126,7 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
-            # On CPU tensors a GPU kernel runs in an interpreter, which takes about 1 ms for each block of threads.
+            # On CPU tensors a GPU kernel runs in an interpreter, which is slow.
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Cases of the grouped GEMM on gathered rows; expert_mlp, with the same inputs, tests others in its second product."""
+"""Cases of the grouped GEMM on gathered rows. The second product of expert_mlp is tested on rows without a gather."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # sums of sums in two orders differed by at most 4.4 epsilons in random draws
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-LARGE, TOKENS = (512, 512, 512), 300  # sizes as SIZES, and T: kernels also compute full tiles
+LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T, for full tiles
 NARROW = (128, 128, 128)  # tensor-core kernels have other tiles for few columns
 
 

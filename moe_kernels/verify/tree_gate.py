@@ -43,7 +43,7 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     for name, inputs in _inputs(dtype, device, small):
         # 16-bit dtypes have no case gamma = 3: backends sum pre-activations in different orders and round the sums to
-        # 16 bits, so they may choose different ones of two nearly equal leaves.
+        # 16 bits, so they may choose different leaves if two are nearly equal.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 

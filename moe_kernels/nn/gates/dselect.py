@@ -25,8 +25,8 @@ class DSelectKGate(Gate):
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6), used if E is no power of two. The
             2^m - E codes from E on then have no expert; their part of a selector is lost, as gates are not
             renormalised.
-        generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator, which also draws A and a. c starts
-            at 0.
+        generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator, which always draws A and a. c
+            starts at 0.
 
     Output: dense. losses: "entropy" and "reciprocal" in training, if their coefficients are not 0. statistics:
     "experts_per_sample", the mean over tokens of the number of gates of at least 1e-5. Gradient: to x and the

@@ -102,7 +102,7 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route; None if a tree is unsaturated for a token, for which tree_gate's output differs."""
+        """The output of tree_route; None if any tree is unsaturated for any token."""
         # The annotation of tree_route allows two values; with statistics=True there are three.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
