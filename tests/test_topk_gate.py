@@ -221,8 +221,8 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """An infinite gradient of a weight makes those of all logits of its token ("softmax_topk"), or of the chosen ones,
-    infinite or NaN."""
+    """If the gradient of a weight is infinite, the gradients of its token's logits ("softmax_topk": of all, else of the
+    chosen ones) are infinite or NaN."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]
