@@ -56,7 +56,7 @@ SIZES = {
 
 
 # float16 has the tiles and the inner loop of bfloat16, so it has two cases: gathered rows of x, which cp.async copies,
-# and consecutive ones, which descriptors copy. In bfloat16 every size has one of these cases.
+# and consecutive ones, which descriptors copy. In bfloat16 every size has one case.
 BF16, FP16 = SHORT
 
 

@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def masked(t: int, e: int) -> torch.Tensor:
-    """About half of the experts are forbidden; in the first row all but the first."""
+    """About half of the experts are forbidden; in row 0 all but expert 0."""
     forbidden = torch.rand(t, e) < 0.5
     forbidden[:1] = torch.arange(e) > 0
     return torch.randn(t, e).masked_fill(forbidden, -INF)
@@ -31,7 +31,7 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": masked,
-    # A zero read past the end of a row would be the largest logit in the first of these, the smallest in the second.
+    # A zero read past the end of a row would be the largest logit, or the smallest one.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
