@@ -131,7 +131,7 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
-    """The reference checks a plan's values in an operator: it breaks no graph, and does not run on fake tensors."""
+    """An operator checks a plan's values: it breaks no graph, and does not run on fake tensors."""
 
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")

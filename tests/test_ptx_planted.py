@@ -219,7 +219,7 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Turns one xor at a time into an or. Some compute swizzled addresses: at least one edit is found."""
+    """Turns one xor at a time into an or. Some xors swizzle addresses: at least one edit is found."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")

@@ -47,7 +47,7 @@ def opcodes(launches) -> set[str]:
 # (rows, columns of x, columns of the weights, experts), and the rows and columns of a tile. Together the sizes have
 # sums of several steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
 SIZES = {
-    "few rows": ((150, 208, 144, 5), (128, 256)),  # in training few rows have this tile too
+    "few rows": ((150, 208, 144, 5), (128, 256)),  # in training; 64 x 128 without gradients
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
     "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, though no number of columns is a multiple of 16
@@ -56,7 +56,7 @@ SIZES = {
 
 
 # float16 has the tiles and the inner loop of bfloat16, so it has two cases: gathered rows of x, which cp.async copies,
-# and consecutive ones, which descriptors copy. In bfloat16 every size has one of these cases.
+# and consecutive ones, which descriptors copy. In bfloat16 every size has one case.
 BF16, FP16 = SHORT
 
 
@@ -301,7 +301,7 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 def test_every_wait_and_fence_matters():
     """Without one of the executed instructions that match ORDERS, or with a try_wait that always succeeds, an error is
     raised or values are wrong."""
-    # Sums of six steps, more than the pipeline has buffers; but one step over the 20 rows of expert 2.
+    # Sums of six steps, more than the pipeline has buffers, and of one step, over the 20 rows of expert 2.
     long = (350, 336, 336)
     with session.recorded() as launches:
         expected = product(*long)

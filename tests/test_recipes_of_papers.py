@@ -90,7 +90,7 @@ def test_an_evaluation_takes_one_forward():
 
 
 def test_the_entropy_of_routers_is_that_of_their_softmax(text):
-    """Of each layer and over all layers, as in paper 004, C.5; also for a sparse gate."""
+    """The entropy of each layer and their mean, as in paper 004, C.5; also for a sparse gate."""
     for side in ("smoe", "xmoe", "stable", "hyper", "compete"):
         recipe = CompeteSMoE(sides=(side,), dim=16, hidden=12, depth=2, heads=2, length=12, experts=4, choose="last")
         run = Run(recipe, 0, recipe.splits(text))

@@ -24,7 +24,7 @@ def backend(request):
 
 
 def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Kernel -> warp instructions, for kernels that scale exp(scores / tau) by vectors; for those with logarithms."""
+    """Kernel -> warp instructions: kernels that scale exp(scores / tau) by vectors, then those with logarithms."""
     scaled, logarithmic = {}, {}
     for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
         counted = counters.count(result)

@@ -19,7 +19,7 @@ OP = "sinkhorn"
 def sizes(target: Target) -> tuple[int, ...]:
     """Values of n for every layout of a matrix: in one vector lane or along lanes, in a warp, a block, memory."""
     if target.compiles:
-        return (3, 12, 40, 70)  # one for each tile, as another n may compile six kernels
+        return (3, 12, 40, 70)  # one for each tile, as another n may compile kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -203,8 +203,8 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may hold zeros for a matrix with a NaN, and exp(0) = 1 has the prescribed sums n at once. n = 64 has no
-    padding."""
+    """Kernels may hold zeros for a matrix with a NaN; their exponentials, all 1, have the prescribed sums n. n = 64 has
+    no padding."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)
         scores[1, 3, 2] = math.nan

@@ -1,4 +1,4 @@
-"""The smooth step: values by hand, exact to the last digits, special values."""
+"""The smooth step: values by hand, accuracy near the clamp, special values."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """A mean of permutations, as the int64 buffer `source` holds them, would not be one."""
+    """The mean of the permutations in the int64 buffer `source` would not be a permutation."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))

@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def masked(t: int, e: int) -> torch.Tensor:
-    """About half of the experts are forbidden; in the first row all but the first."""
+    """About half of the experts are forbidden; in row 0 all but expert 0."""
     forbidden = torch.rand(t, e) < 0.5
     forbidden[:1] = torch.arange(e) > 0
     return torch.randn(t, e).masked_fill(forbidden, -INF)
@@ -31,7 +31,7 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": masked,
-    # A zero read past the end of a row would be the largest logit in the first of these, the smallest in the second.
+    # A zero read past the end of a row would be the largest logit, or the smallest one.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
@@ -221,8 +221,8 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """An infinite gradient of a weight makes those of all logits of its token ("softmax_topk"), or of the chosen ones,
-    infinite or NaN."""
+    """If the gradient of a weight is infinite, the gradients of its token's logits ("softmax_topk": of all, else of the
+    chosen ones) are infinite or NaN."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

@@ -136,7 +136,7 @@ def test_tokens_that_were_not_asked_first():
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize("name", ["x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"])
 def test_a_product_that_could_be_nan_is_made(name, value):
-    """The value is the last element of x, or of a weight or bias in the last branch, which few tokens reach."""
+    """The value is the last element of x, or of a weight or bias in the last branch, which not all tokens reach."""
     arguments = drawn(200, 20, 2, 64, bias="bias" in name)
     assert passes_over(arguments, GAMMA)
     arguments[name][(-1,) * arguments[name].dim()] = value

@@ -1,4 +1,4 @@
-"""tree_route: the gate's values for saturated trees, else the likeliest leaf's; values by hand, special values."""
+"""tree_route: weights of the likeliest leaves, for saturated trees those of the gate; by hand, and special values."""
 
 from __future__ import annotations
 

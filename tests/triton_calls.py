@@ -1,8 +1,7 @@
 """Calls whose Triton kernels are compiled ahead of time: every kernel, most of them in float32 and bfloat16.
 
-First come the calls that `bench predict` counts, with at least one for every kernel. Then come calls that compile to
-other code: few and many elements, sizes that are not multiples of 16, every class of tiles, gated products, float16,
-options that the bench does not use.
+First come the calls that `bench predict` counts. Then come calls that compile to other code: few and many elements,
+sizes that are not multiples of 16, every class of tiles, gated products, float16, options that the bench does not use.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ definition's error in the same dtype plus a floor in epsilons.
 
 Random inputs contain denormal numbers and give sums that cancel. So an output with a larger error gets a wider
 tolerance from four perturbed inputs: one with denormal numbers set to zero, three with elements moved by up to two
-epsilons plus the smallest normal number. This tolerance is the largest of the first one and twice the definition's
+epsilons plus the smallest normal number. This tolerance is the larger of the usual one and twice the definition's
 errors for these inputs, plus EFFECT times the largest change of the float64 output, plus 32 epsilons of the largest
 input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32 for 16-bit inputs too.
 

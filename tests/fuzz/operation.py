@@ -20,7 +20,7 @@ class Fuzzed:
     loose(spec): factor of the tolerance's floor.
     dtypes: names to draw from, repeated for a higher frequency.
     weight: frequency of the operation relative to others.
-    own: run and exact outputs of a function that moe_kernels.verify lacks, as it has no kernels.
+    own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
     """
 
     draw: Callable[[random.Random], Spec]

@@ -82,7 +82,7 @@ def kernel(text: str, name: str, keep: bool = True) -> Kernel:
 
 @dataclass
 class Extent:
-    """Bytes that a kernel may access. read, written: for each of their 32-byte sectors 1 if it was accessed so."""
+    """Bytes that a kernel may access. read, written: 1 for each 32-byte sector that was read or written."""
 
     start: int
     size: int

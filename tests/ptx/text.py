@@ -80,7 +80,7 @@ def without_comments(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """The text without what does not change machine code: comments, debug information, hashes of paths in names."""
+    """The text without parts that do not change machine code: comments, debug information, hashes of paths in names."""
     text = without_comments(text.split("\t.section\t.debug")[0])
     text = re.sub(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}", r"\1\2", text)
     debug = re.compile(r"\s*(\.loc\b|\.file\b|\$L__(tmp|func_begin|func_end|info_string)\w*:|$)")

@@ -2,7 +2,7 @@
 
 `Ranks` starts `python -m tests.ranks`. This process imports torch and then only forks the ranks, with one thread, so
 that a fork is safe and fast. It reads lines "module check ranks arguments" and prints the errors of the ranks that
-failed, by rank, as JSON. Ranks run one check after another until one fails; each check of command.py gets new ranks.
+failed, by rank, as JSON. Ranks run checks one after another until a check fails; checks of command.py get new ranks.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ FORK = multiprocessing.get_context("fork")
 class Group:
     """`size` ranks, which run checks.
 
-    distributed: if True, the ranks share a process group and run one check after another until one fails; else they run
-    one check, which makes the process group itself, as under torchrun.
+    distributed: if True, the ranks share a process group and run checks one after another until a check fails; else
+    they run one check, which makes the process group itself, as under torchrun.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:
@@ -70,7 +70,7 @@ class Group:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
-    """Runs checks as one rank, until one fails. Then the process ends, so that the other ranks' collectives fail."""
+    """Runs checks as one rank until a check fails. Then the process ends, so that the other ranks' collectives fail."""
     if store is None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     error = ""

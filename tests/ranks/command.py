@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """All ranks together take the steps of one process, as --check-steps compares; only rank 0 prints."""
+    """All ranks together take the steps of one process, which --check-steps checks; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":

@@ -75,7 +75,7 @@ def several_gates() -> None:
 
 
 def local_search() -> None:
-    """In training (soft permutation) and evaluation (hard one); the hard permutation is the same on all ranks."""
+    """Training has a soft permutation, evaluation a hard one, which is the same on all ranks."""
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()

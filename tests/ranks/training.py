@@ -123,7 +123,7 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, added in the order of the one process: pass by pass, in a pass from the last rank on."""
+    """The mean over ranks, added as one process does: in each backward pass from the last rank on, then the passes."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()

@@ -1,7 +1,7 @@
 // Branches, divergence and reconvergence of the lanes of a warp, and barriers of the block.
 //
-// The active lanes are those with the lowest pc. This rule alone does not join lanes that reach a .sync instruction by
-// different branches. So the instruction blocks a lane until all lanes of its mask have arrived.
+// The active lanes are those at the lowest pc of an unblocked lane. This rule alone does not join lanes that reach a
+// .sync instruction by different branches. So the instruction blocks a lane until all lanes of its mask have arrived.
 #include "table.h"
 
 void select_lanes(Warp& w) {

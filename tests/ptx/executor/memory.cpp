@@ -82,7 +82,7 @@ Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// The order in which the lanes of a warp store: ascending, or with a seed random.
+// The order of a warp's lanes in a store or atomic: ascending, with a seed random.
 struct LaneOrder {
   u32 first, step;
   explicit LaneOrder(Launch& launch) : first(0), step(1) {

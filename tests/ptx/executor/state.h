@@ -94,7 +94,7 @@ struct GlobalWord {
   u64 step = 0;
 };
 
-// After an instruction a warp goes on at the next pc or at a pc that the instruction set, or run_warp returns.
+// After an instruction a warp goes on at the next pc or at a pc that the instruction chose, or run_warp returns.
 enum class Next { following, chosen, leave };
 
 struct Launch;
