@@ -21,7 +21,8 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     lines += [f"FAILED {row.operation} {row.backend} {row.dtype}: {row.note}" for row in wrong]
     idle = sorted({row.backend for row in rows} - {row.backend for row in ran})
     if idle:
-        why = "the report says why" if torch.cuda.is_available() else "no GPU that torch can use"
+        without_gpu = not torch.cuda.is_available() and "cpu" not in idle
+        why = "no GPU that torch can use" if without_gpu else "the report says why"
         lines.append(f"not run: {', '.join(idle)}: {why}")
     return lines
 

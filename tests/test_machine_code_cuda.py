@@ -2,8 +2,8 @@
 memory. The code has the instructions on which a kernel's speed depends. Registers, shared memory and the instructions
 of the longest inner loop are at most those of machine_code_cuda.json.
 
-The table has a digest of each source's PTX. The same PTX gives the same machine code, so ptxas runs only on PTX with a
-new digest. It takes 100 s for all kernels.
+The table has a digest for each source: of its PTX, nvcc's version and the files that read machine code. ptxas runs only
+if the digest differs. It takes 100 s for all kernels.
 
 After a change of kernels, or of this file:  python tests/test_machine_code_cuda.py --update
 """
@@ -42,10 +42,10 @@ INSTRUCTIONS = {
     r"kwta_(warp|block|bwd)_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
     r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
-    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # packs the winners before and behind whole vectors
+    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # false: rows that are no whole vectors of 16 bytes
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
-    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic per warp and expert, not per request
+    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic per warp and expert, not per choice
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
@@ -80,7 +80,7 @@ def ptx_of(source: Path) -> Path:
 
 
 def readable(symbols: list[str]) -> list[str]:
-    """The demangled names without namespaces and parameters, such as kwta_block_kernel<float, 4, 32, 512>."""
+    """The demangled names without namespaces and parameters, such as kwta_block_kernel<float, true, 32, 512>."""
     text = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout
     shorter = {
         r"moe::|\(anonymous namespace\)::|\(int\)|^void ": "",

@@ -12,16 +12,17 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from pytest_timeout import get_env_settings
 
 STDERR = pytest.StashKey[int]()
 
 
 def seconds(item: pytest.Item) -> float:
-    """The limit of a test: its own mark, the command line's --timeout, or the setting in pyproject.toml."""
+    """The limit of a test: its own mark, or pytest-timeout's option, environment variable or setting."""
     marker = item.get_closest_marker("timeout")
     if marker is not None:
         return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
-    return float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
+    return float(get_env_settings(item.config).timeout or 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
