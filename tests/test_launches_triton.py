@@ -79,7 +79,7 @@ def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
     found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
-    # Of several warps, each would repeat the work on the whole tile.
+    # Further warps would repeat the tile's loads.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
 
 

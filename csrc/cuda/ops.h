@@ -125,7 +125,7 @@ cudaError_t sinkhorn_fwd(int dtype,
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         double tolerance,  // stops once all sums are within it; negative (needed without sums): never
+                         double tolerance,  // stops once all sums are this close to rows and columns; negative: never
                          cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,
@@ -155,7 +155,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              int64_t bias_stride,
                              int activation,             // an Activation of moe/activation.cuh
                              void* out,                  // (R, Dout) contiguous; gated: (R, Dout / 2)
-                             void* pre,                  // (R, Dout) contiguous, or nullptr: x W + b
+                             void* pre,                  // receives x W + b: (R, Dout) contiguous; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r.
