@@ -206,7 +206,7 @@ def run(command: Iterable[str], seconds: float | None = None, log: Path | None =
     """Runs a command; returns its verdict, with its last line if it failed. variables: added to the environment."""
     arguments = list(command)
     status, text = run_captured(arguments, seconds, **variables)
-    if status:
+    if status != 0:
         append_log(log, " ".join(arguments), text)
     return verdict(status, text)
 

@@ -404,7 +404,9 @@ def test_a_command_out_of_time_is_killed_with_its_children(tmp_path: Path) -> No
     held.touch()
     script = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
     outer = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-    assert checks.run([sys.executable, "-c", outer, script, str(held)], 1.0) == "not run: out of time"
+    log = tmp_path / "log"
+    assert checks.run([sys.executable, "-c", outer, script, str(held)], 1.0, log) == "not run: out of time"
+    assert str(held) in log.read_text()
     with held.open() as file:
         for _ in range(100):  # the kill takes effect a moment later
             try:

@@ -56,7 +56,7 @@ def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     if min(len(y) for _, y in (*parts, test)) < 2:
         sizes = ", ".join(str(len(y)) for _, y in (*parts, test))
         raise ValueError(
-            f"data: {folder}: expected two images in every part of MultiMNIST (train, validate, test), got {sizes}"
+            f"data: {folder}: expected 2 or more images in every part of MultiMNIST (train, valid, test), got {sizes}"
         )
     train, valid, found = (_overlaid(x, y, generator) for x, y in (*parts, test))
     height, width = (size + SHIFT for size in train_x.shape[1:])

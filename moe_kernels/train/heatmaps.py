@@ -82,7 +82,7 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
         grid[-1, -1].set_xlabel("class")
         if len(names) <= 20:
             grid[-1, -1].set_xticks(range(len(names)), names, rotation=90, fontsize="x-small")
-        grid[0, 0].figure.colorbar(shown, ax=grid, label=maps[0].of)
+        grid[0, 0].figure.colorbar(shown, ax=grid, label=", ".join(dict.fromkeys(each.of for each in maps)))
         grid[0, 0].figure.suptitle(title)
 
     widths = [1] * experts + [class_width]
