@@ -89,7 +89,7 @@ TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 
 
 
 def trees() -> None:
-    """Inputs are multiples of 1/8: sums are exact in any order."""
+    """Inputs are multiples of 1/8: split and leaf logits are exact in any order."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {

@@ -70,8 +70,11 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """Scratch for matrices and vectors, (threads, bytes). For n <= 16 a thread computes several matrices at a time. An
-    element then takes 64 bytes, of scores and grad 128. For larger n a row is n doubles, padded to a multiple of 16."""
+    """Scratch for matrices and vectors, (threads, bytes).
+
+    For n <= 16 a thread computes several matrices at a time, one in each vector lane. Element (i, j) of all of them
+    takes 64 bytes; in scores and in grad it takes 128. For larger n a row is n doubles, padded to a multiple of 16.
+    """
     n = scores.shape[-1]
     packed = n <= 16
     # Backward keeps at most seven vectors per iteration: three for rows, three for columns, and one for the matrices
