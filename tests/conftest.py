@@ -43,7 +43,7 @@ gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Excludes the objects made so far, most of which live until the end, from garbage collection."""
+    """Excludes the objects made so far from garbage collection: most of them live until the end."""
     gc.collect()
     gc.freeze()
     session.config.add_cleanup(gc.unfreeze)

@@ -54,7 +54,7 @@ def test_route_keeps_the_likeliest_leaf(target):
 
 
 def test_route_by_hand(target):
-    """Three trees of four experts, of which the first and the last choose expert 2; then one with four equal leaves."""
+    """Three trees of four experts: the first and the last choose expert 2. Then one tree with four equal leaves."""
     split = torch.tensor([[[-9.0, 0.0, 9.0], [9.0, 9.0, 0.0], [-9.0, 0.0, 9.0]]], device=target.device)
     leaf = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]]], device=target.device)
     weights, chosen, found = mk.tree_route(**identity(split, leaf), gamma=1.0, statistics=True, backend=target.backend)

@@ -92,7 +92,7 @@ def load(name_or_path: str | Path) -> Dataset:
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext
             a file      of samples: it stands for its set, whatever else is in the folder; any other .txt or .txt.gz is
-                        text, of which 90 % train, 5 % validate and 5 % test
+                        text: 90 % to train, 5 % to validate, 5 % to test
 
     Raises:
         ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.

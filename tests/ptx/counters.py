@@ -76,7 +76,7 @@ def count(result: Result) -> dict[str, Any]:
 
 
 def issued(counted: dict[str, Any]) -> int:
-    """Instructions, counted by lanes, without moves and loads of parameters, most of which ptxas removes."""
+    """Instructions, counted by lanes. Moves and loads of parameters do not count: ptxas removes most of them."""
     return sum(n for name, n in counted["instructions"].items() if name not in FREE)
 
 

@@ -84,7 +84,7 @@ def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
             operands.append(d.operand(arg, size, _floating(kind)))
         elif width < size or kind[0] not in ("su" if index == 0 else "sub"):
             raise d.unsupported("widths")
-        elif index:  # a wider source register, of which only the lower bits are read
+        elif index:  # the lower bits of a wider source register
             narrow = d.temporary(size)
             d.emit(f"cvt.{kind}.u{8 * width}", [narrow, d.operand(arg, width)])
             operands.append(narrow)
