@@ -158,7 +158,7 @@ struct Sorted {
     for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
     list[SLOTS - 1] = {kLowest, 0};
     here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
-    recompute(here), recompute(lanes_to_here);  // so that the compiler does not compute them again in every round
+    recompute(here), recompute(lanes_to_here);  // else nvcc computes them from the lane again in every round
   }
   __device__ void next(Kept* kept) {
     const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));

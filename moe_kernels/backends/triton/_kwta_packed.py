@@ -215,7 +215,7 @@ def _settle_ties(pairs, least, ties, ordered):
     through_lane = tl.cumsum(of_lane, axis=1)
     lane_whole = through_lane <= left[:, None]
     lane_ties = left[:, None] - (through_lane - of_lane)
-    # The same for the eight elements of one lane, of which at most 7 are ties that win. Each element has four bits of a
+    # The same for the eight elements of one lane: at most 7 are ties that win. Each element has four bits of a
     # word, with 8 + lane_ties - (number of ties up to the element): bit 3 is set for the first lane_ties ties.
     pair = tl.arange(0, 4)[None, None, :]
     equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
