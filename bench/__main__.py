@@ -166,7 +166,7 @@ def profile_command(
     dtype: Annotated[str, typer.Option("--dtype", help=", ".join(DTYPES))] = "float32",
     direction: Annotated[str, typer.Option("--direction", help=", ".join(DIRECTIONS))] = "training",
     shapes: ShapeSet = Shapes.quick,
-    shape: Annotated[int, typer.Option("--shape", help="Index of the shape in its set.")] = 0,
+    shape: Annotated[int, typer.Option("--shape", min=0, help="Index of the shape in its set.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
     tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
@@ -394,7 +394,10 @@ def exchange_command(
     """Measures a layer of experts across processes of this machine, and predicts its time for other machines."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
-    measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
+    try:
+        measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
+    except (TypeError, ValueError):
+        raise typer.BadParameter(f"--size and --model must be five integers, got {size} and {model}") from None
     lines = [line for n in ranks if seconds for line in exchange.run(n, measured, seconds)]
     if lines:
         rows = []

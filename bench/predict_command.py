@@ -56,7 +56,10 @@ def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, 
     """A known GPU, with the given values in place of its own, or a new one with these values."""
     base = predict.GPUS.get(name)
     given = {"multiprocessors": sms, "ghz": ghz, "gb_per_s": gb_per_s}
-    peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}
+    try:
+        peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}
+    except ValueError:
+        raise typer.BadParameter(f"--tflops must be DTYPE=NUMBER, got {', '.join(tflops)}") from None
     if base is None and (None in given.values() or not peaks):
         raise typer.BadParameter(
             f"--gpu {name} is not one of {', '.join(predict.GPUS)}: give all of --sms, --ghz, --gb-per-s and --tflops"

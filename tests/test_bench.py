@@ -225,6 +225,13 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert "<td>R=4 N=100 p=0.5</td>" in html
 
 
+@pytest.mark.parametrize("arguments", [("exchange", "--size", "a,b"), ("profile", "--op", "kwta", "--shape", -99)])
+def test_an_option_of_no_meaning_is_named(arguments) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert arguments[-2] in done.output
+
+
 @pytest.mark.parametrize("name", ["run", "verify"])
 def test_a_requested_backend_that_cannot_run_gives_status_2_and_no_result(monkeypatch, tmp_path, name) -> None:
     rows = [replace(ROW, backend="triton", device="-", verdict="not run", note="a reason")]

@@ -107,6 +107,8 @@ def test_gpus_are_known_or_given_by_their_figures():
     assert found.exit_code == 0, found.output
     assert "PREDICTED, not measured: mine: 10 multiprocessors at 1 GHz, 100 GB/s" in found.output
     assert run("predict", "--op", "sort").exit_code == 2
+    found = run("predict", "--tflops", "312")
+    assert "--tflops must be DTYPE=NUMBER, got 312" in found.output
 
 
 def test_counting_without_a_checkout_says_so(monkeypatch, tmp_path):

@@ -260,6 +260,16 @@ def test_ids_that_are_none_are_named(name):
             gate(x, torch.where(torch.arange(9) == 4, wrong, ids))
 
 
+def test_compiled_a_negative_id_fails_in_the_lookup():
+    """Compiled code and a GPU do not compare ids with their range; -1 must not mean the last id."""
+    gate, (x, ids) = EVERY["hash"](), tokens()
+    compiled = torch.compile(gate, backend="eager")
+    assert torch.equal(compiled(x, ids).experts, gate(x, ids).experts)
+    for wrong in (-1, IDS):
+        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+            compiled(x, torch.full_like(ids, wrong))
+
+
 def test_ids_without_values_are_not_asked_for_them():
     """FakeTensorMode computes shapes but no values, so the range of the ids is not checked."""
     with FakeTensorMode():

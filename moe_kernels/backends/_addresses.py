@@ -50,5 +50,5 @@ def unsupported(target: str, expected: str, dtype: torch.dtype, dtypes: tuple[to
     if device != expected:
         return f"it runs on {expected} tensors, not on {device} ones"
     if dtype not in dtypes:
-        return f"it takes {', '.join(str(each).removeprefix('torch.') for each in dtypes)}, not {dtype}"
+        return f"it takes {', '.join(str(each) for each in dtypes)}, not {dtype}".replace("torch.", "")
     return None

@@ -155,7 +155,10 @@ def check_number(
 def _number(op: str, name: str, value: object) -> float:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} must be finite in float64, got {value}") from None
 
 
 def check_size(op: str, name: str, value: object) -> int:

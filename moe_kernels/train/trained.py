@@ -71,6 +71,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
     Raises:
         ValueError: a missing or damaged file, other contents than torch.load with weights_only reads, or tensors that
             do not fit the model of the .json file.
+        ImportError: a model of BERT without transformers installed.
     """
     path = Path(path)
     json_path = path.with_suffix(".json")

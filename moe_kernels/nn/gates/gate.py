@@ -146,7 +146,8 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
 
-        Ids outside [0, count) raise ValueError on the CPU in eager mode; on a GPU this check would wait for the device.
+        Ids outside [0, count) raise ValueError on the CPU in eager mode. Elsewhere the lookup by id fails: a check here
+        would wait for the GPU.
         meaning: what the ids are, for the message.
         """
         name = type(self).__name__
@@ -159,7 +160,8 @@ class Gate(KeepsFloat32, OutputModule):
         real = type(ids) is Tensor and ids.device.type == "cpu" and not is_compiling()  # a FakeTensor has no values
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
-        return ids.long()
+        ids = ids.long()
+        return ids if real else ids.where(ids >= 0, count)  # a lookup would take -1 for the last id
 
     known = check_ids  # former name, for existing subclasses
 
