@@ -86,7 +86,6 @@ int cudaGetLastError() {
   last_error = 0;
   return error;
 }
-int cudaPeekAtLastError() { return last_error; }
 const char* cudaGetErrorString(int) { return "an error of tests/ptx/cudart.cpp"; }
 int cudaFuncSetAttribute(const void* kernel, int attribute, int value) {
   if (attribute != 8) return last_error = kInvalidValue;  // cudaFuncAttributeMaxDynamicSharedMemorySize
@@ -106,10 +105,6 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) {
     case kAttributeMinor: *value = device.minor; break;
     default: return last_error = kInvalidValue;
   }
-  return 0;
-}
-int cudaMemsetAsync(void* to, int value, size_t bytes, void*) {
-  std::memset(to, value, bytes);
   return 0;
 }
 }

@@ -169,7 +169,6 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
 }
 
 inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 
 template <class T>
 uint32_t __match_any_sync(uint32_t mask, T value) {
@@ -200,10 +199,6 @@ T __reduce_max_sync(uint32_t mask, T value) {
   return simt::reduce(mask, value, [](T a, T b) { return std::max(a, b); });
 }
 
-inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
-  return simt::reduce(mask, value, [](uint32_t a, uint32_t b) { return a | b; });
-}
-
 template <class T>
 T atomicAdd(T* address, T value) {
   static_assert(std::is_integral_v<T>, "floating-point atomics are not repeatable; no kernel here may use them");
@@ -213,8 +208,6 @@ T atomicAdd(T* address, T value) {
 }
 
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
-inline int __clz(uint32_t word) { return word ? __builtin_clz(word) : 32; }
-inline int __ffs(uint32_t word) { return __builtin_ffs(static_cast<int>(word)); }
 
 inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 4; i++) c += uint32_t(uint8_t(a >> 8 * i)) * uint8_t(b >> 8 * i);
@@ -230,7 +223,6 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 
 inline uint32_t __float_as_uint(float value) { return simt::bits<uint32_t>(value); }
 inline float __uint_as_float(uint32_t value) { return simt::bits<float>(value); }
-inline int __float_as_int(float value) { return simt::bits<int>(value); }
 inline float __int_as_float(int value) { return simt::bits<float>(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
