@@ -44,7 +44,7 @@ FILES = {
     "smooth_step": "tree_gate",
     "tree_route": "tree_gate",
 }
-# Other names of operations, which explain and the choice of a backend accept.
+# Other names of operations, accepted by `explain` and by the choice of a backend.
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
 # For operations without a module of their own: the operation that has their kernels in its module.
@@ -154,7 +154,7 @@ SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, but SHAPES for meta tensors: the definition cannot read their indices, or would count other FLOPs."""
+    """As choose, but SHAPES for meta tensors: the definition cannot read indices there, or would count other FLOPs."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 

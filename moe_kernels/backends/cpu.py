@@ -72,8 +72,9 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Scratch for matrices and vectors, (threads, bytes).
 
-    For n <= 16 a thread computes several matrices at a time, one in each vector lane. Element (i, j) of all of them
-    takes 64 bytes; in scores and in grad it takes 128. For larger n a row is n doubles, padded to a multiple of 16.
+    For n <= 16 a thread computes several matrices at a time, one in each vector lane, so element (i, j) of all of them
+    takes up to 64 bytes (AVX-512). Scores and grad are read for two vectors of matrices. For larger n a row is n
+    doubles, padded to a multiple of 16.
     """
     n = scores.shape[-1]
     packed = n <= 16

@@ -114,7 +114,7 @@ def mlp(
 ) -> tuple[Tensor, Tensor] | None:
     """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
 
-    plan: expert_offsets, row_token, slot_row; if None, C++ plans experts (T, K), in which ids from E on are no choices.
+    plan: expert_offsets, row_token, slot_row; if None, C++ plans experts (T, K): -1 and ids from E on are no choices.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape

@@ -20,7 +20,7 @@ from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, co
 COLUMNS, TILE = 32, 256
 
 # Skipping products saves time if tokens reach at most the share WORTH of the branches, or a smaller share if P or T is
-# small. A token in a branch costs as much as OVERHEAD more elements of x; packing a branch costs as much as PACKING
+# small: for each branch a token costs as much as OVERHEAD more elements of x, and packing costs as much as PACKING
 # tokens. At P = 768 skipping took 0.57 to 0.65 of the time of all products at a share of 0.23, and 0.84 to 0.96 at
 # 0.31. _reach measures the share of a sample of at most SAMPLE tokens first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256

@@ -1,7 +1,7 @@
 """Triton backend: kernels, and functions that launch them.
 
-Files without a leading underscore serve one or more operations. Their functions *_supports report which devices and
-dtypes the kernels take; *_limits, in some files, the largest sizes. Files named _* hold parts of the other files.
+Files without a leading underscore serve one or more operations. Their functions *_supports tell whether the kernels
+take a device and dtype; *_limits, in some files, return the largest sizes. Files named _* hold parts of other files.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activa
 
 MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
-MAX_BLOCK_E = 2048  # largest block of expert offsets that a program loads at once; 131072 take the compiler 89 s
+MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once; with 131072 compilation takes 89 s
 
 # Milliseconds with MOE_KERNELS_AUTOTUNE=1. Key: kernel, device, dtype, K, columns, experts, bit length of num_rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
@@ -128,7 +128,8 @@ def choose_tiles(
     """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and each tile size is
-    compiled. Larger tiles cost little: an A100 needs more time to read a byte of weights than for its 128 FLOPs.
+    compiled. Larger tiles cost little: with 128 rows a byte of 16-bit weights takes 128 FLOPs, and an A100 needs less
+    time for them than to read the byte.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

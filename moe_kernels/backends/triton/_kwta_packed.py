@@ -27,7 +27,7 @@ REST = tl.constexpr(0x7FFF7FFF)  # all bits but the signs
 
 @triton.jit
 def _fill_halves(flags):
-    """0xFFFF in each half whose lowest bit is set in `flags`, else 0. No other bits of `flags` are set."""
+    """0xFFFF in each half whose lowest bit is set in `flags`, else 0. No other bits of `flags` may be set."""
     return flags * 0xFFFF
 
 
@@ -43,7 +43,8 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of `pairs` that is >= that of `least`, else 0. Ordered, `least` has equal halves, not 0."""
+    """0xFFFF in each half of `pairs` >= the same half of `least`, else 0. If ordered, both halves of `least` are one
+    number, not 0."""
     if ordered:
         # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
         # No term depends on `pairs` alone: the compiler would keep such a term in registers during the search.
@@ -155,8 +156,8 @@ def _threshold(
             near = (low + high) >> 1
         trial = tl.minimum(tl.maximum(near, low + 1), high - 1)
         least = _pattern(trial, ordered)
-        # In the sum, a high half that reaches the trial counts -65536, a low half 65535. With a high and b low halves
-        # that reach it, packed is 65536 (a - b) + b.
+        # In the sum, a high half that reaches the trial counts -65536, a low half 65535. If h high and l low halves
+        # reach it, packed is 65536 (h - l) + l.
         reached = _at_least(pairs, least[None, :, None, None], ordered)
         packed = -_sums(reached, _at_least(edge, least[None, :, None], ordered))
         count = (packed >> 16) + 2 * (packed & 0xFFFF)
@@ -229,7 +230,7 @@ def _settle_ties(pairs, least, ties, ordered):
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
     """Shifts the stored flags (1: wins) of a row's middle by `head` bits and adds edge_flags: the head's flags in bits
-    0 to 7, the tail's in bits 8 to 15. row, edge_flags, head, whole: (R)."""
+    0 to 7, the tail's in bits 8 to 15. All (R): row, edge_flags, head, whole (bytes of the middle's flags)."""
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
     tl.debug_barrier()  # lanes read flags that other lanes have stored

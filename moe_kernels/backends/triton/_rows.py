@@ -17,7 +17,7 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tile sizes and warps of a program for rows of `dim` elements."""
-    # Longer rows are split into blocks of LONGEST / 2: with more, combine's backward would spill registers.
+    # Rows above LONGEST are split into blocks of LONGEST / 2: with LONGEST, combine's backward would spill registers.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}

@@ -218,7 +218,8 @@ def resident_bwd(
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
-    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)  # dP, until the matrix's last iteration
+    # `ds` holds dP until the loop reaches the matrix's last iteration.
+    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
     df = tl.zeros((M, N), dtype=tl.float64)
     dg = tl.zeros((M, N), dtype=tl.float64)
     last = iterations - 1

@@ -23,7 +23,8 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# A matrix is scaled if each row of scores / tau has a smaller range: k, u, v and their products then stay normal.
+# A matrix is scaled if each row of scores / tau has a range below FLOAT_RANGE (forward) or DOUBLE_RANGE (backward):
+# k, u, v and their products then stay normal.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
 # Smallest N that stops early. For smaller N one of the program's many matrices nearly always still changes.

@@ -88,8 +88,8 @@ def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether these row sums before iteration t are within the tolerance. f: row potentials after iteration t.
-    The sums are the prescribed ones times exp((f - before) / tau), where `before` is f after iteration t - 1."""
+    """0 or 1: whether the sums of ROWS rows before iteration t are within the tolerance. f: their potentials after
+    iteration t. The sums are the prescribed ones times exp((f - before) / tau); `before` is f after iteration t - 1."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -227,7 +227,7 @@ def streamed_bwd(
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations; not read unless SUMS
     stride_scores_B, stride_scores_I, B, n, iterations,
-    sums_ptr,  # (B, n, n) scratch memory: dS so far
+    sums_ptr,  # (B, n, n) scratch memory: dscores * last_tau so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0

@@ -43,8 +43,8 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton specializes the kernel for K = 1, with 0.7 of the instructions. One kernel has the weighted and the plain sum:
-# a layer of experts needs the weighted sum in forward and the plain sum in backward.
+# Triton specializes the kernel for K = 1, with 0.7 of the instructions. `weighted` is no constexpr, so that a layer
+# of experts needs one compiled kernel for the weighted sum in forward and the plain sum in backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)

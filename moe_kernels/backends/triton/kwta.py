@@ -1,7 +1,7 @@
 """k-winner-take-all in Triton. 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py.
 
-The kernel of this file takes one row in a program. A round of its search for the threshold counts the elements whose
-keys (_kwta_values.py) reach a trial key.
+The forward kernel of this file takes one row in a program. A round of its search for the threshold counts the elements
+whose keys (_kwta_values.py) reach a trial key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIES = {"index": 0, "strict": 1, "all": 2}  # which elements win if too many equ
 # INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys of a row up to RESIDENT
+LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys, in rows up to RESIDENT
 RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
 CHUNK = 4096  # most elements written at a time: with more, registers would spill
 BLOCK_BWD = 4096  # most elements of a program of the backward
@@ -121,7 +121,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Bisection of a RESIDENT row moves the bound to the nearest key: with many equal keys it ends early.
+            # Bisection of a RESIDENT row skips numbers that are no keys of the row: with many equal keys it ends early.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -233,9 +233,9 @@ def _kwta_bwd(
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     lane = tl.arange(0, 32)[None, :]
     offsets = word[:, None] * 32 + lane
-    # Loads losers too, so that a thread can load 16 bytes at once if UNIT allows.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
+    # Loads grad of losers too, so that a thread can load 16 bytes at once if UNIT allows.
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
     tl.store(dx_ptr + row * N + offsets, tl.where(wins, grad, 0), mask=offsets < N)
 
@@ -327,7 +327,7 @@ def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
     A lane holds up to 64 elements: with up to 32, a row of 4096 takes 24.5 instructions an element instead of 17.6. A
-    row of 513 to 1024 has its own warp: two would both run the rounds of the slower one.
+    row of 513 to 1024 has its own warp: two rows in a warp would both run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

@@ -3,8 +3,8 @@ the logits (NaN highest, -0 equal to +0). Each group of four neighbouring keys i
 of the first keys of all groups; the other keys of its group then move up.
 
 A 16-bit key and its expert share an integer (PACKED), so a choice takes one maximum; of equal keys the lower expert has
-the larger integer. With 32-bit keys a choice takes a maximum of keys, then a minimum of the experts with that key: for
-reductions of 32 bits a warp has an instruction, for 64 bits it has none.
+the larger integer. With 32-bit keys a choice takes a maximum of keys, then a minimum of the experts with that key. Keys
+and experts do not share 64 bits there: warps have an instruction for reductions of 32 bits only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, a key has its expert."""
+    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, e is not used."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -103,7 +103,7 @@ def _topk_gate_fwd(
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
     inside_k = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
-    # The first choice has the highest logit; if the row holds NaN, it has NaN, and all weights are NaN.
+    # The first choice has the highest logit, or NaN if the row holds NaN: then all weights are NaN.
     picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)
     highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
     shares = tl.exp(picked - highest[:, None])

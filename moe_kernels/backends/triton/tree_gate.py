@@ -21,7 +21,7 @@ MAX_EXPERTS = 4096
 MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# FULL: all leaves are at the last level. GROUPS: 16 places have 16 leaves of a level, or none. MIXED: other trees.
+# FULL: all leaves are at the last level. GROUPS: each 16 places have 16 leaves of a level, or none. MIXED: other trees.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -53,7 +53,7 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision: sign t + gamma / 2 is then exact. At gamma / 2 its smooth step is exactly 1.
+    A result near 0 has full precision: sign t + gamma / 2 is then exact. At sign t = gamma / 2 its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -100,7 +100,7 @@ def _smooth(u):
 
 @triton.jit
 def _node(node_ptr, exists):
-    """The logit of a node, or +inf if it does not exist: its smooth step is 1, to the left."""
+    """The logit of a node; +inf if it does not exist, which gives the left child the whole probability."""
     return tl.load(node_ptr, mask=exists, other=float("inf")).to(tl.float32)
 
 
@@ -130,7 +130,7 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
 
 @triton.jit
 def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
-    """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose logits are row `row` (E - 1) of nodes_ptr.
+    """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose E - 1 logits are row `row` of nodes_ptr.
 
     Places are computed in groups of 16, or in one group if they are fewer: first the probability of the group's root,
     then those of all nodes below it (_below). Node 1 is the root of the tree; node n has children 2 n and 2 n + 1.
@@ -161,7 +161,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
 
 @triton.jit
 def _weighed(v, EPSILON: tl.constexpr):
-    """A leaf's factor in the softmax: its probability plus EPSILON, above 0 only with `parity` (ops/tree_gate.py)."""
+    """A leaf's factor in the softmax: its probability plus EPSILON, which is 0 without `parity` (ops/tree_gate.py)."""
     if EPSILON > 0:
         v += EPSILON
     return v
@@ -287,7 +287,8 @@ def _tree_gate_bwd(
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. share * grad could overflow.
+        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. It is multiplied by v first,
+        # since share * grad could overflow.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
