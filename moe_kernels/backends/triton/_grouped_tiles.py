@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: a whole tile would spill registers
-GROUP = tl.constexpr(8)  # row tiles that share a column tile before the next column tile: rows and weights stay in L2
+GROUP = tl.constexpr(8)  # row tiles that programs take before the next column tile, so that rows and weights stay in L2
 
 
 @triton.jit

@@ -232,7 +232,7 @@ def _assignable(
 
 @triton.jit
 def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.constexpr):
-    """Assigns the pairs of one tile as in descending order of score; returns the number of assigned pairs."""
+    """Assigns the pairs of one tile, as if one by one from the highest score on; returns how many it assigned."""
     i = tl.arange(0, TILE)
     before = i[None, :] < i[:, None]
     token, expert, pending = _assignable(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
