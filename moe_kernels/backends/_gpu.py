@@ -47,7 +47,7 @@ def unsupported(target: str, architectures: str, built_with: int, driver: int) -
     if only_ptx and driver >= built_with:
         return None
     if only_ptx:
-        return f"this GPU needs its PTX compiled by a driver for CUDA {version(built_with)}; this is {version(driver)}"
+        return f"a driver for CUDA {version(built_with)} must compile its PTX here; got {version(driver)}: update it"
     return f"it was built for capability {architectures}; this GPU has {found[0]}.{found[1]}"
 
 
