@@ -95,7 +95,8 @@ struct ShiftedBits {
   uint32_t* words;
   int shift, drained = 0;
 
-  // Index i modulo the size of the ring. each: number of indices in a word (4 for bytes, 32 for bits, 1 for words).
+  // Index i, modulo the size of the ring if there is one. each: number of indices in a word (4 for bytes, 32 for bits,
+  // 1 for words).
   __device__ static unsigned in_ring(unsigned i, int each) { return RING ? i % (RING * each) : i; }
   __device__ uint8_t& byte(int i) { return reinterpret_cast<uint8_t*>(words)[in_ring(i, 4)]; }
 
@@ -121,7 +122,7 @@ struct ShiftedBits {
   }
 
   // Appends the tail's flags to those of the middle, and zeros up to the end of the last word. Writes the words that
-  // are left. put: number of elements for which `put` was called, also past the middle.
+  // are left. put: number of elements for which `put` was called, those past the middle included.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

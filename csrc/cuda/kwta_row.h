@@ -234,7 +234,8 @@ struct Row {
     return moments;
   }
 
-  // Converts registers to keys if the row is not plain, and sets elements outside the row. `plain` must be set before.
+  // Converts registers to keys if the row is not plain. Sets elements outside a plain row to NaN, outside others to 0.
+  // `plain` must be set before.
   __device__ void convert() {
     if constexpr (kEdges) {
       uint32_t converted[kEdgeWords] = {};

@@ -2,13 +2,14 @@
 // for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch.
 // The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 //
-// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices or trees of a token, E
-// experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token or
-// expert to the next, unless a comment says otherwise.
+// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices per token, or trees, E
+// experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token,
+// expert or matrix to the next, unless a comment says otherwise.
 //
 // A routing plan gives a row to each choice that an expert keeps. Rows are sorted by expert: expert e has the rows from
 // expert_offsets[e] to expert_offsets[e + 1] - 1. Rows from expert_offsets[E] on are not in use. row_token and
-// row_choice are the token and the choice of a row, or -1. slot_row is the row of a token's choice, or -1.
+// row_choice are the token and the choice of a row, or -1 for a row not in use. slot_row is the row of a token's choice,
+// or -1 for a choice without one.
 #pragma once
 
 #include <driver_types.h>
@@ -162,10 +163,10 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
 cudaError_t grouped_gemm_bwd_weight(int dtype,            // bfloat16 or float16
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,
-                                    const int32_t* x_token,     // (R), or nullptr
+                                    const int32_t* x_token,     // (R), -1 for a row of zeros; or nullptr
                                     const void* grad,           // (R, Dout), or (T, Dout) with grad_token
                                     int64_t grad_stride,
-                                    const int32_t* grad_token,  // (R), or nullptr
+                                    const int32_t* grad_token,  // (R), -1 for a row of zeros; or nullptr
                                     const int32_t* expert_offsets,  // (E + 1)
                                     const float* row_weight,        // (R), or nullptr for ones
                                     void* dweight,        // (E, Din, Dout) contiguous

@@ -134,7 +134,7 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Computes the first row of each expert, in each block for all E experts: this saves a launch. Returns the rows in use.
+// Each block computes the first row of every expert: this saves a launch. Returns the number of rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

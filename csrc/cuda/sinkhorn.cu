@@ -25,7 +25,7 @@ namespace {
 
 // Whether a matrix needs the logarithmic form: a flag in the last 8 bytes of its scratch memory.
 struct Flags {
-  char* last;      // the last 8 bytes for the first matrix; null: all matrices need the logarithmic form
+  char* last;      // flag of the first matrix; null: all matrices need the logarithmic form
   int64_t stride;  // bytes from matrix to matrix
 
   __device__ void put(int64_t matrix, bool flag) const { *reinterpret_cast<int*>(last + matrix * stride) = flag; }
@@ -146,8 +146,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. Back through an iteration that computed u from
-  // the previous v (w), then v: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. An iteration computed u from the previous v,
+  // here w, and then v. Its backward: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {

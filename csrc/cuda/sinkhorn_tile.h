@@ -13,7 +13,8 @@
 namespace moe {
 namespace {
 
-// In the scaled form each row of scores / tau has a range (maximum - minimum) below this: k, u and v are then normal.
+// Bounds of the scaled form, in float and in double, on the range (maximum - minimum) of each row of scores / tau.
+// Below them k, u and v are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
 

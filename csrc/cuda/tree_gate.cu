@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // The total is at least the smallest normal number, so `share` is finite. v first: share * grad may overflow.
+        // The total is at least the smallest normal number, so `share` is finite. share * grad may overflow, so v is
+        // the first factor.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
         dlogit = (v + weighing.epsilon) * share * grad;

@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // total is at least the smallest normal number, so `share` is finite. v first: share * centred may overflow.
+        // total is at least the smallest normal number, so `share` is finite. share * centred may overflow, so v is the
+        // first factor.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;
         sum = v * share * centred;

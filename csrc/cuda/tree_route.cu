@@ -47,7 +47,7 @@ struct Candidate {
   float prob;
 };
 
-// Lane i holds entry i. 32 entries suffice: a tree has at most 30 levels of inner nodes, with one entry for each.
+// Lane i holds entry i. 32 entries suffice: a tree has at most 30 levels of inner nodes, each with at most one entry.
 struct Stack {
   Candidate mine{0, 0.0f};
   int size = 0;
@@ -68,7 +68,7 @@ struct Descent {
   // Largest probability of a visited node that is not saturated (undecided), or that has a NaN logit (unknown).
   float undecided = -1.0f, unknown = -1.0f;
 
-  // A node whose logit is NaN goes left.
+  // At a node whose logit is NaN, the search goes left.
   template <class Logits>
   __device__ void run(const Logits& split_logits, const Tree& tree, const SmoothStep& step, int lane) {
     Stack stack;
