@@ -8,8 +8,8 @@
 //
 // A routing plan gives a row to each choice that an expert keeps. Rows are sorted by expert: expert e has the rows from
 // expert_offsets[e] to expert_offsets[e + 1] - 1. Rows from expert_offsets[E] on are not in use. row_token and
-// row_choice are the token and the choice of a row, or -1 for a row not in use. slot_row is the row of a token's choice,
-// or -1 for a choice without one.
+// row_choice are the token and the choice of a row, or -1 for a row not in use. slot_row is the row of a token's
+// choice, or -1 for a choice without a row.
 #pragma once
 
 #include <driver_types.h>

@@ -2,7 +2,7 @@
 // matrix stays in the registers of a thread, of lanes of a warp or of a block. A larger one is read from memory in
 // every iteration (sinkhorn_streamed.h). There are two forms:
 // * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Takes less
-//   time, but needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
+//   time, but is possible only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
 // Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau changes or

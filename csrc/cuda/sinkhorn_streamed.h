@@ -26,7 +26,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // Shared memory for `partial` may limit the number of warps: at n = 1024 it is 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // Shared memory for `partial` may limit the warps: at n = 1024 a block has 16 on sm_90, 14 on sm_80, 6 on sm_86.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
