@@ -127,7 +127,7 @@ def kernels(source: Path, architecture: str) -> Codes:
 
 
 def table() -> dict[str, Any]:
-    """The version of nvcc. By source: a digest of its PTX and, by architecture and kernel, registers, bytes of shared
+    """The version of nvcc. By source: its digest (`origin`) and, by architecture and kernel, registers, bytes of shared
     memory and instructions of the longest inner loop."""
     return json.loads(TABLE.read_text())
 

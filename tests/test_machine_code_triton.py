@@ -2,8 +2,8 @@
 SPILLED and KNOWN spill registers. The code has the instructions on which a kernel's speed depends. Registers, shared
 memory and the instructions of the longest inner loop are at most those of machine_code_triton.json.
 
-Each row of the table has a digest of the kernel's source and specialisation. The same digest means the same machine
-code, so only launches with a new digest are compiled. All of them take 120 s.
+Each row of the table has a digest of all that determines its numbers (`origin` in ahead_of_time.py), such as Triton's
+version and the kernel's source. Only launches with a new digest are compiled. All of them take 120 s.
 
 After a change of kernels, or of ahead_of_time.py's READERS:  python tests/test_machine_code_triton.py --update
 """
@@ -72,8 +72,8 @@ SPILLED = {
 }
 
 
-# Most bytes that may spill under any version of Triton. These kernels need more registers because launch() forbids
-# fusing a product and a sum into one instruction.
+# Most bytes that may spill under any version of Triton. These kernels need more registers because they are
+# compiled with enable_fp_fusion=False: a product and a sum are not fused into one instruction.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,

@@ -38,7 +38,7 @@ def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
     )
     for got, want in found:
         assert want.dtype == torch.float32
-        # bfloat16 rounds by up to 2^-8 in a few products and their inputs, float16 by less.
+        # bfloat16 has relative rounding errors of up to 2^-8 in a few products and their inputs, float16 smaller ones.
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0.02 * want.abs().max().item())
 
 

@@ -136,7 +136,7 @@ def test_losses_are_collected_once_under_checkpointing(again):
 
 @pytest.mark.parametrize("make", [layer, tasks], ids=["layer", "tasks"])
 def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
-    """torch would return outputs without a gradient, which a residual around the layer would hide."""
+    """torch would return outputs without gradients; with a residual around the layer no error would show this."""
     made, x = make(), torch.randn(T, D, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)

@@ -51,7 +51,8 @@ def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: in
     live = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["live"]
     groups = [group for run in live.values() for group in run["optimiser"]["param_groups"]]
     assert groups
-    assert all(group["fused"] is not False for group in groups)  # ranks train with False, but save the given value
+    # Ranks train with fused=False, but save the optimiser's original value.
+    assert all(group["fused"] is not False for group in groups)
     ranks.run("command", "whole", 1, port, tmp_path / "whole", text)
     for number in (1, 4):
         (tmp_path / "run" / "checkpoint.pt").write_bytes(saved)

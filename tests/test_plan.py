@@ -221,7 +221,7 @@ def test_plans_are_the_reference(target, shape, kind):
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
     """GPU kernels split requests into chunks: here 32, 33 and 34 (CUDA interpreted: 1, 2 and 2). CUDA's scan has at
-    most 32 warps; Triton's takes another tile for more than 32 chunks."""
+    most 32 warps; Triton's has a tile of another shape for more than 32 chunks."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
@@ -328,7 +328,7 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
     """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200. Its expert choice
-    pads an expert's scores to at least 2048: here are 60 and 2100."""
+    pads an expert's scores to at least 2048: here are 60 and, if not interpreted, 2100."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)

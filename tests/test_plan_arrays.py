@@ -131,7 +131,7 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
-    """An operator checks a plan's values: it breaks no graph, and does not run on fake tensors."""
+    """A custom operator checks a plan's values: the call breaks no graph, and with fake tensors nothing is checked."""
 
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")

@@ -132,8 +132,8 @@ def test_every_deleted_barrier(name, backend):
         assert not missed, f"no error without these barriers, of {lines}"
 
 
-# needless: barriers that may be deleted. The last one of plan_rank separates the accesses of two tiles of requests, but
-# the 600 requests here are one tile.
+# needless: number of barriers that may be deleted. The last one of plan_rank separates the accesses of two tiles of
+# requests, but the 600 requests here are one tile.
 @pytest.mark.parametrize(
     ("name", "needless"),
     [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0), ("sinkhorn_log_bwd", 0), ("topk_gate_bwd", 0)],
@@ -151,7 +151,8 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads the others' sums. Without barriers an atomic releases one thread's stores."""
+    """The last of three programs reads the others' sums. Without barriers an atomic releases only its own thread's
+    stores."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")

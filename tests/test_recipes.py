@@ -205,7 +205,7 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
         assert matplotlib.image.imread(tmp_path / name).shape == (312, 1248, 4)
         layers, y = counted[name]
         assert len(maps) == len(layers) == 1
-        images = len(layers[0]) // 5  # 2 x 2 patches and a class token
+        images = len(layers[0]) // 5  # four patches and a class token
         members = images // len(y)
         for expert in range(4):
             for patch in range(4):

@@ -334,7 +334,7 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """A matrix has the values and the gradient after the iterations that the definition needs to meet the tolerance."""
+    """Each matrix has the values and gradient of the first iteration at which the definition meets the tolerance."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # the sum of a forbidden row does not count

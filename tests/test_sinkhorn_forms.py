@@ -37,7 +37,7 @@ def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
 def test_each_matrix_is_worked_on_by_one_form(backend, n):
     """At tau = 1 the kernels with logarithms return at once, at 1e-4 those that scale by vectors."""
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
-    assert len(tame[0]) == len(tame[1]) == 2, "expected one kernel forward and one backward with and without logarithms"
+    assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
     assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 

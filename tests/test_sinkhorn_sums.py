@@ -148,7 +148,7 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     """NaN on all sides; rows of a matrix, or matrices, far apart; for CUDA also unaligned rows and matrices."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: in a matrix past 2^31, not 2^32
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: offsets pass 2^31, not 2^32
     if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):

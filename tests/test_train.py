@@ -154,9 +154,9 @@ class Edge(recipes.Recipe):
     neuron 0, `tie` to the score of expert 0, and the loss is multiplied by `scale`.
     """
 
-    off: float = recipes.option(0.0, "on the argument of the ReLU")
-    tie: float = recipes.option(0.0, "on the score of expert 0")
-    scale: float = recipes.option(1.0, "of the loss")
+    off: float = recipes.option(0.0, "added to the argument of neuron 0")
+    tie: float = recipes.option(0.0, "added to the score of expert 0")
+    scale: float = recipes.option(1.0, "factor of the loss")
 
     def build(self, data, seed, steps):
         model = torch.nn.ModuleDict({"hidden": torch.nn.Linear(12, 6), "experts": torch.nn.Linear(6, 6, bias=False)})

@@ -174,9 +174,9 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     if target.executed:
         # On CUDA some of these take several blocks, the last one partial. Triton lays out 80 leaves in another way.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
-        # CUDA has kernels for powers of two: for 8 to 1024 leaves forward, 32 to 512 backward. The forward ones also
-        # take other sizes with rows of a multiple of 16 bytes, but not 260 and 520: a lane would have leaves of two
-        # levels.
+        # CUDA keeps trees of 2^n leaves in registers: 8 to 1024 leaves forward, 32 to 512 backward. Forward it does so
+        # for other sizes too if rows are multiples of 16 bytes, but not for 260 and 520, where a lane would have leaves
+        # of two levels.
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
         between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return (*few, *own, (2, 4, 1, 8), *between) if target.backend == "cuda" else few

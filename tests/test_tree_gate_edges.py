@@ -53,7 +53,7 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
-    """NaN or infinity at each node and leaf, below an unsaturated and below a saturated root."""
+    """NaN or infinity at each node and leaf, below roots near 0 and below saturated ones."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: a kernel that holds trees in registers

@@ -146,7 +146,7 @@ def test_a_product_that_could_be_nan_is_made(name, value):
 
 
 def test_same_bits_whatever_the_threads_and_strides():
-    """Gradients of the nodes above the branches are 0 here: the order of their sums may depend on the threads."""
+    """Gradients of nodes above the branches are set to 0, as the order of the sums over them may depend on threads."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])

@@ -1,4 +1,4 @@
-"""tree_route: weights of the likeliest leaves, for saturated trees those of the gate; by hand, and special values."""
+"""tree_route: weights of the likeliest leaves, equal to tree_gate's for saturated trees; by hand; special values."""
 
 from __future__ import annotations
 

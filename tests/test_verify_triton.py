@@ -20,7 +20,7 @@ PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
         pytest.skip(reason)  # on a machine with a GPU, Triton takes no CPU tensors
-    # Launches from all modules are recorded, as operations share kernels.
+    # Launches from these modules are recorded, as operations share kernels.
     module = importlib.import_module(f"moe_kernels.backends.triton.{backends.file_of('triton', ops[0])}")
     launched = set()
     for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):

@@ -18,7 +18,7 @@ STDERR = pytest.StashKey[int]()
 
 
 def seconds(item: pytest.Item) -> float:
-    """The limit of a test: its own mark, or pytest-timeout's option, environment variable or setting."""
+    """The limit of a test: its mark, or pytest-timeout's option, environment variable or setting."""
     marker = item.get_closest_marker("timeout")
     if marker is not None:
         return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
