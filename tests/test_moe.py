@@ -119,10 +119,10 @@ def test_experts_choose_in_every_group():
 @pytest.mark.parametrize(
     ("tokens", "policy", "taken"),
     [
-        (9, ExpertChoice(), 2),  # 2.25
-        (10, ExpertChoice(), 2),  # 2.5, a half to even
+        (9, ExpertChoice(), 2),  # 9 / 4 = 2.25
+        (10, ExpertChoice(), 2),  # 10 / 4 = 2.5, rounded to even
         (11, ExpertChoice(), 3),
-        (10, ExpertChoice(1.4), 4),  # 3.5
+        (10, ExpertChoice(1.4), 4),  # 1.4 * 10 / 4 = 3.5, rounded to even
         (9, ExpertChoice(multiple_of=1), 3),
         (9, ExpertChoice(multiple_of=4), 4),
         (1, ExpertChoice(), 0),

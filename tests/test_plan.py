@@ -129,7 +129,7 @@ def test_the_docstring_example(target):
 
 
 def test_capacity_rounds_as_v_moe_does():
-    assert mk.expert_capacity(8 * 49, 2, 8, 1.05) == 103  # 102.9
+    assert mk.expert_capacity(8 * 49, 2, 8, 1.05) == 103  # 102.9, rounded up
     assert mk.expert_capacity(8 * 49, 2, 8, 1.05, 4) == 104
     assert mk.expert_capacity(400, 2, 32, 1.05, 4) == 28  # 26.25 -> 27 -> 28
     assert mk.expert_capacity(64, 1, 4, 1.0, 4) == 16

@@ -50,13 +50,13 @@ SIZES = {
     "few rows": ((150, 208, 144, 5), (128, 256)),  # in training; 64 x 128 without gradients
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
-    "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, though no number of columns is a multiple of 16
-    "odd": ((150, 33, 70, 5), (64, 64)),  # no descriptors: the strides are no multiples of 16 bytes
+    "eights": ((150, 72, 136, 5), (64, 64)),  # TMA, though no number of columns is a multiple of 16
+    "odd": ((150, 33, 70, 5), (64, 64)),  # no TMA: the strides are no multiples of 16 bytes
 }
 
 
 # float16 has the tiles and the inner loop of bfloat16, so it has two cases: gathered rows of x, which cp.async copies,
-# and consecutive ones, which descriptors copy. In bfloat16 every size has one case.
+# and consecutive ones, which TMA copies. In bfloat16 every size has one case.
 BF16, FP16 = SHORT
 
 

@@ -232,7 +232,7 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
             found[side] = run.flops(), out.statistics["experts_per_token"].item()
     (sparse, few), (dense, all_of_them) = found["topk"], found["softmax"]
     assert 2 <= few < 4 == all_of_them
-    # An expert has 2 * 256 * 256 FLOPs. The FLOPs for choosing and summing differ by less than half of that.
+    # An expert takes 2 * 256 * 256 FLOPs a sample. The FLOPs for choosing and summing differ by less than half of that.
     assert dense - sparse == pytest.approx((4 - few) * 2 * 256 * 256, abs=256 * 256)
 
 

@@ -151,7 +151,7 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of one task that the path saves
-    combine = 2 * 256 * (16 - 2)  # likewise: a token has 16 rows of width 256, or one for each of two tasks
+    combine = 2 * 256 * (16 - 2)  # likewise: 16 rows of width 256 a token, or one for each of two tasks
     assert many - few == 2 * (gate + combine)
 
 

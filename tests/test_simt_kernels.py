@@ -138,8 +138,8 @@ def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
 def test_experts_are_found(num_experts: int) -> None:
-    """Only the last experts have rows, or the first ones, one, or some. A warp searches the expert of a tile with 32
-    probes at a time."""
+    """Only the last experts have rows, only the first ones, only one, or some. A warp searches the expert of a tile
+    with 32 probes at a time."""
     rows, weight = torch.randn(40, 8).to(BF16), torch.randn(num_experts, 8, 8).to(BF16)
     for kind in range(4):
         chosen = torch.tensor([(-1 - r % 3, r % 3, num_experts // 2, r * 7)[kind] % num_experts for r in range(40)])

@@ -176,7 +176,7 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
-    """`below` is on both sides of the limits of scaling in float32 (60) and float64 (300); exp(2 below) may be inf."""
+    """`below` is on both sides of the scaling limits in float32 (60) and float64 (300); exp(2 * below) may be inf."""
     for n in (4,) if target.executed else (4, 12, 20):
         scores = torch.randn(2, n, n)
         scores[:, :, : n // 2] -= below
@@ -334,7 +334,7 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """Each matrix has the values and gradient of the first iteration at which the definition meets the tolerance."""
+    """Each matrix takes as many iterations as the definition needs to meet the tolerance."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # the sum of a forbidden row does not count

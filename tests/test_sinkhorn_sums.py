@@ -95,7 +95,7 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 @pytest.mark.parametrize(("tau", "factor"), [(0.5, 1.0), (2.0, 4.0)])
 def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
     """The gradient is that of exp(scores / tau). With factor 4 each sum is a quarter of the prescribed one: off by 0.75
-    of it, within the tolerance; the logarithms would be off by 1.39."""
+    of it, within the tolerance; the logarithms differ by 1.39."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": factor * p.sum(-1), "columns": factor * p.sum(-2)}

@@ -102,7 +102,7 @@ def test_a_study_that_cannot_start_explains_why(capsys):
 
 @pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
 def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
-    """The sum of a permutation's costs, over the 80 training examples, is the training loss with the permuted table."""
+    """The sum of a permutation's costs, divided by the 80 training examples, is the loss with the permuted table."""
     points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
     *ids_and_watched, stars = points.train

@@ -53,7 +53,7 @@ def gate_and_gradient(logits, k, order, grad, backend, place=torch.clone):
 
 
 def assert_near(got, same_dtype, exact, floor: float) -> None:
-    """Allows twice the largest error of the reference in the same dtype, both against float64, plus the floor."""
+    """Errors against float64 may be twice the reference's largest one in the same dtype, plus `floor`."""
     finite = exact.isfinite()
     assert torch.equal(got.isfinite(), finite)
     got, same_dtype, exact = got[finite].double(), same_dtype[finite].double(), exact[finite]
@@ -92,7 +92,7 @@ MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
 def test_many_experts_choices_and_tokens(target, kind, order):
-    # Each size and order compiles kernels of Triton, so there an order has every second size.
+    # Triton compiles kernels for each size and order, so with Triton each order has every second size.
     for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
         grad = torch.randn(k, tokens, device=target.device).t()  # not contiguous in the last dimension

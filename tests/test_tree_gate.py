@@ -105,7 +105,7 @@ def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torc
 
 
 def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.Tensor, floor: float, what: object):
-    """Allows twice the largest error of the references in the same dtype, plus `floor`, all against float64."""
+    """Errors against float64 may be twice the references' largest one, plus `floor` times max(1, largest value)."""
     assert got.isfinite().all(), what
     if exact.numel():
         size = max(1.0, float(exact.abs().max()))
@@ -172,7 +172,7 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """Tuples (T, P, K, E)."""
     if target.executed:
-        # On CUDA some of these take several blocks, the last one partial. Triton lays out 80 leaves in another way.
+        # On CUDA some of these take several blocks, the last one partial. 80 leaves have Triton's layout GROUPS.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
         # CUDA keeps trees of 2^n leaves in registers: 8 to 1024 leaves forward, 32 to 512 backward. Forward it does so
         # for other sizes too if rows are multiples of 16 bytes, but not for 260 and 520, where a lane would have leaves
