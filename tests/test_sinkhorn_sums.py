@@ -19,7 +19,7 @@ OP = "sinkhorn"
 def sizes(target: Target) -> tuple[int, ...]:
     """Values of n for every layout of a matrix: in one vector lane or along lanes, in a warp, a block, memory."""
     if target.compiles:
-        return (3, 12, 40, 70)  # one for each tile, as another n may compile kernels again
+        return (3, 12, 40, 70)  # few, as another tile compiles kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
