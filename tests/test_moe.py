@@ -128,7 +128,7 @@ def test_experts_choose_in_every_group():
         (1, ExpertChoice(), 0),
     ],
 )
-def test_experts_choose_the_nearest_whole_number_of_tokens(tokens, policy, taken):
+def test_experts_choose_a_whole_number_of_tokens(tokens, policy, taken):
     plan, _ = policy(SoftmaxGate(D, E)(torch.randn(tokens, D)), True)
     assert plan.kept.tolist() == [taken] * E
 

@@ -43,7 +43,9 @@ def test_ranks_take_the_steps_of_one_process(ranks: Ranks, port: int, text: Path
     ranks.run("command", "agrees", 2, port, recipe, *data, "--sides", SIDES[recipe])
 
 
-def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: int, text: Path, tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_run_and_other_numbers_of_ranks_resume_it(
+    ranks: Ranks, port: int, text: Path, tmp_path: Path
+) -> None:
     ranks.run("command", "stops", 2, port, tmp_path / "run", text)
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     assert not (tmp_path / "run" / "result.json").exists()

@@ -270,7 +270,8 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
     requests.chunk = static_cast<uint32_t>((tiles + chunks - 1) / chunks * kTile);
     return launch_plan(requests, plan, requested, counts, static_cast<int>(chunks), stream);
   };
-  return index_size == 8 ? run(int64_t{}) : run(int32_t{});
+  if (index_size == 8) return run(int64_t{});
+  return index_size == 4 ? run(int32_t{}) : cudaErrorInvalidValue;
 }
 
 }  // namespace moe
