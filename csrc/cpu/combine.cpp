@@ -86,7 +86,8 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// Returns 1 and writes nothing if expert_offsets[num_experts] or slot_row is out of range (-1 is not), else 0.
+// Returns 1 and writes nothing if expert_offsets[num_experts], or an index in slot_row other than -1, is out of range,
+// else 0.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,

@@ -43,7 +43,8 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
   for (int c = 0; c < C; ++c) to[c] = across<T>(sums[c], [](Vec<T> x, Vec<T> y) { return x + y; })[0];
 }
 
-// to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). a_row, apart: distances of rows.
+// to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). Rows of a are a_row elements
+// apart, rows of `columns` `apart` elements.
 template <class T, class In>
 MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns, int64_t apart,
                                        int64_t count, int64_t depth) {

@@ -310,7 +310,8 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets or row_token is out of range (-1 is not), else 0.
+// x has `tokens` rows. Returns 1 and writes nothing if expert_offsets does not ascend from 0 to at most `rows`, or an
+// index in row_token other than -1 is out of range; else 0.
 int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;

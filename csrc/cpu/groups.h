@@ -12,7 +12,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight for a span takes as long as 10 to 20 rows
+constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight takes as long as multiplying 10 to 20 rows
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
 // Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread, else kMinRows to

@@ -47,7 +47,7 @@ class Arena {
   char* room_;
 };
 
-// Sum and maximum of a row from those of v's lanes. If packed, lanes have different matrices, and v is the result.
+// The sum, and the maximum, of all lanes of v, in every lane. If packed, lanes have different matrices: returns v.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -168,7 +168,7 @@ struct Stage {
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-      needs(lowest == -inf, Form::logarithmic);  // -inf forbids a pair
+      needs(lowest == -inf, Form::logarithmic);  // P is 0 where a score is -inf
       if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));

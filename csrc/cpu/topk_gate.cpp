@@ -59,7 +59,7 @@ struct Scratch {
   Rank<F>* key;             // (E), padded
   int32_t* order;           // (E)
 
-  // `room` has 20 bytes for each expert and padding: enough for float64 (8 + 8 + 4), so for every dtype.
+  // `room` has 20 bytes for each key, padding included: enough for float64 (8 + 8 + 4), so for every dtype.
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
     key = reinterpret_cast<Rank<F>*>(value + n);

@@ -19,7 +19,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels of nodes and their leaves are 31
-constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
+constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 768 KiB in float32 at P = 768, fits the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
 
 // A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. A tile of moe/tiles.h has as many sums.
@@ -37,8 +37,8 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// Computes M rows from `first` on, or fewer if `rows` ends before, of c (rows, columns) = a b, or c += a b if `more`. b
-// (depth, kWidth) is packed. Rows of a and c may be gathered. If `gathered`, so are columns of a, which is prefetched.
+// Computes M rows from `first` on (fewer at the end) of c (rows, columns) = a b, or c += a b if `more`. b is packed as
+// (depth, kWidth). Rows of a and c may be gathered. If `gathered`, columns of a are gathered too, and a is prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -106,7 +106,7 @@ struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The `dim` elements of node or leaf `index` of a tree. If the tensors have tokens, `tree` is token * K + tree.
+  // The `dim` elements of node or leaf `index` of a tree. With tokens, `tree` is token * K + the number of the tree.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
@@ -150,7 +150,8 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for each branch that tokens of the block reach: token[0 .. rows - 1].
+  // Calls work(number, token, rows, prefetcher) for each branch that tokens of the block reach: token[0] to
+  // token[rows - 1].
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {

@@ -1,8 +1,8 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
 // A block of tokens descends a tree together, so that a node's weights are read once for all of these tokens that reach
-// the node. At a saturated node a token goes left or right. At any other node both branches are possible, and the token
-// leaves the block: the tree below the node is searched for this token alone, likeliest node first.
+// the node. At a saturated node a token goes left or right. At any other node (or if its pre-activation is NaN) the
+// token leaves the block: the tree below the node is searched for this token alone, likeliest node first.
 
 #include "ops.h"
 
@@ -146,7 +146,7 @@ class Descent {
   }
 
   // Finds the likeliest leaf under `start`, among equals the left-most. The token reaches `start` with probability 1.
-  // Nodes are expanded in descending probability, while the likeliest is at least as likely as the best leaf.
+  // Nodes are expanded in descending probability, while the next one is at least as likely as the best leaf found.
   void search(int32_t token, int64_t start, int32_t visited) {
     Candidate<Wide>* end = frontier_;
     Candidate<Wide> best{Wide(-1), 0};

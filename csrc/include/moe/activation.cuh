@@ -19,7 +19,7 @@ struct Point {
 
 // `below` is the standard normal distribution function at x, `density` its derivative. For x <= 0 the function is
 // computed as P(t) e^(-x^2 / 2) with t = 1 / (1 + 0.29 |x|) and a fitted polynomial P. Without rounding errors its
-// relative error is at most 8e-8 for |x| <= 13. erff takes more instructions, and 1 + erff(x / sqrt(2)) cancels.
+// relative error is at most 8e-8 for |x| <= 13. erff takes more instructions, and 1 + erff(x / sqrt(2)) loses digits.
 struct Normal {
   float below, density;
 

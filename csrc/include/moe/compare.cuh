@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 constexpr uint32_t kHighBits = 0x80008000u;
 
 // Bits 15 and 31 of the result: whether the lower and the upper half of x reach those of y, as unsigned integers. The
-// other bits have no meaning. If the high bits of two halves differ, they decide, else the low 15 bits: their
-// subtraction cannot borrow from the other half.
+// other bits have no meaning. If the high bits of two halves differ, they decide, else the low 15 bits. x has its high
+// bits set before the subtraction, so the lower half cannot borrow from the upper one.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #endif
 }
 
-// Returns how many halves are all ones, in words whose other halves are all zeros. sum: minus the sum of the words.
+// Returns how many halves are all ones, in words whose halves are all ones or zero. sum: minus the sum of the words.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

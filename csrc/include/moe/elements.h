@@ -1,5 +1,5 @@
 // Conversions of rows between a dtype chosen at run time and T, the type of the computation: double for float64, float
-// for other dtypes. Code on T is compiled for two types, not four. Calls through a pointer cost little.
+// for other dtypes. Code on T is compiled for two types, not four. Conversions are called by pointer.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,7 @@ void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
   each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
 }
 
-// narrow_row with AVX512-BF16's instruction: 0.35 to 0.5 of the time (rows of 128 to 2048 in the cache, Zen 4).
+// narrow_row with AVX512-BF16's instruction: 0.35 to 0.5 of the time (128 to 2048 elements in the cache, Zen 4).
 template <class F>
 void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);

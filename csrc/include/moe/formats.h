@@ -94,7 +94,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key, without branches: the sign of a threshold near zero is unpredictable.
+// The value of a key (65536 for float16's inf), without branches: the sign of a threshold near zero is unpredictable.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;

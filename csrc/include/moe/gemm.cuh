@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
 }
 
 // OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows. Rows of zeros have
-// the address `anywhere`. Nothing is read for them, nor past num_k, where an address may be behind the matrix.
+// the address `anywhere`. Nothing is read for them, nor past num_k, where an address may be past the matrix's end.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -125,7 +125,7 @@ class AlongK {
 };
 
 // OUTER columns of a matrix that is contiguous along the outer index, with one row for each k. Past num_k nothing is
-// read, and an address may be behind the matrix.
+// read, and an address may be past the matrix's end.
 template <class T, class Tile, int OUTER>
 class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -252,9 +252,9 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
 }
 
-// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While they
-// multiply 16 k, they load the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied. After the barrier all warps may read the next stage and refill this one, which is in registers.
+// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While a warp
+// multiplies 16 k, it loads the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
+// multiplied: these are in registers by then, so all warps may now read the next stage and refill this one.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;

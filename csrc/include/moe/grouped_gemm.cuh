@@ -35,7 +35,7 @@ struct TileRows {
 };
 
 // The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
-// Unused rows count as rows of expert E. A warp finds e among up to 1023 experts in two rounds of 32 probes.
+// Unused rows count as rows of expert E. A warp finds e among up to 1023 experts in at most two rounds of 32 probes.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -54,8 +54,8 @@ __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_expe
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. left(c): columns
-// from c on that are inside the matrix, maybe negative.
+// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. left(c): number
+// of columns from c on, or of gates or linear parts if gated; maybe negative.
 template <int N>
 struct Columns {
   int first, end;  // first column, and end of all neighbours or gates; gate i has its linear part in column end + i

@@ -60,7 +60,7 @@ cudaError_t with_element(int dtype, Run run) {
   return cudaErrorInvalidValue;
 }
 
-// Calls run(T{}, Unit{}): the kernel reads rows of T in units of 16 bytes if they are vectorized, else of one element.
+// Calls run(T{}, Unit{}): the kernel reads rows of T in units of 16 bytes if `vectorized`, else of one element.
 template <class Run>
 cudaError_t with_unit(int dtype, bool vectorized, Run run) {
   return with_element(dtype, [&](auto element) {

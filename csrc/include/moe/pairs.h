@@ -17,7 +17,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// Whether code for this instruction set can multiply pairs, with sums of type T, and whether it can on this processor.
+// kPairs: whether code for this instruction set can multiply pairs, with sums of type T. multiplies_pairs: whether such
+// code can run on this processor.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;

@@ -10,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements; one grid step past the end, an index still fits an int
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // most elements of a row: an index one grid step further fits an int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }

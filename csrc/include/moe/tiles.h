@@ -16,7 +16,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of other sets. With
+// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2 or SSE. With
 // AVX-512, 12 x 2 vectors are a tenth slower: 14 loads for 24 products instead of 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
@@ -111,9 +111,9 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With AVX-512, packing was faster from 24 to 48 rows on if `apart` was 4 KB or more, since rows then
-// share few sets of the caches; for smaller distances from 150 rows on. With other instruction sets a panel is at most
-// one cache line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
+// row to row of B. With AVX-512, reading in place was faster below 24 to 48 rows if `apart` was 4 KB or more, since rows
+// of B then share few sets of the caches, and below 150 rows for smaller distances. With other instruction sets a panel
+// is at most one cache line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
