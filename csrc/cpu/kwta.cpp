@@ -2,7 +2,7 @@
 //
 // A row is converted to integer keys that order as its values do. Its threshold is found by counting the keys at or
 // above trial keys. The first trial comes from the row's mean and variance, later ones from inter- or extrapolation,
-// then from bisection. Rows of normally distributed values take 3 to 5 counts on average, any row at most about 8 more
+// then from bisection. Rows of normally distributed values take 3 to 6 counts on average, any row at most about 8 more
 // than a key has bits. Up to 32 rows are searched together: their trials are computed in vectors.
 
 #include "ops.h"

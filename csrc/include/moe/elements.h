@@ -1,5 +1,5 @@
 // Conversions of rows between a dtype chosen at run time and T, the type of the computation: double for float64, float
-// for other dtypes. Code on T is compiled for two types, not four. Conversions are called by pointer.
+// for other dtypes. Code on T is compiled for two types, not four, and calls conversions by pointer.
 #pragma once
 
 #include <algorithm>

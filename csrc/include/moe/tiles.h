@@ -111,9 +111,9 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With AVX-512, reading in place was faster below 24 to 48 rows if `apart` was 4 KB or more, since rows
-// of B then share few sets of the caches, and below 150 rows for smaller distances. With other instruction sets a panel
-// is at most one cache line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
+// row to row of B. With AVX-512, reading in place was faster below 150 rows, or only below 24 to 48 if `apart` was 4 KB
+// or more, since rows of B then share few sets of the caches. With other instruction sets a panel is at most one cache
+// line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
