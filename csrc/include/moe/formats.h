@@ -24,7 +24,7 @@ inline To bits_as(From from) {
 }
 
 // widen converts bits to a value, exactly; narrow a value to bits, rounded to nearest even. Both keep NaN. decode and
-// encode convert values without a sign; encode truncates, which is cheaper and enough to search a threshold.
+// encode convert values without a sign. encode need not round to nearest: near is enough to search a threshold.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -113,7 +113,7 @@ inline typename F::Wide finite_or_zero(typename F::Key key) {
   return Unsigned(magnitude) < Unsigned(F::inf) ? value_of<F>(key) : typename F::Wide(0);
 }
 
-// The key of a value that is truncated to the format (encode).
+// The key of a value, rounded to the format as encode does.
 template <class F>
 inline typename F::Key key_near(typename F::Wide value) {
   using Key = typename F::Key;
