@@ -56,7 +56,7 @@ Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}
 Routings = Annotated[list[str] | None, typer.Option("--routing", help=f"{', '.join(ROUTINGS)}. {SEVERAL}")]
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peers", help=f"Parts of their names, such as torch or pot; none: no peers. {SEVERAL}"),
+    typer.Option("--peers", help=f"Parts of the peers' names, such as torch or pot; none: no peers. {SEVERAL}"),
 ]
 Curves = Annotated[bool, typer.Option(help="Also measure every operation at several values of one size.")]
 Threads = Annotated[
@@ -110,13 +110,13 @@ def verify_command(
     seconds: Seconds = 0.4,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
 ) -> None:
-    """Checks values and that results repeat, then measures; on a GPU also host waits, the test suite and sanitizers.
+    """Checks values and repeated results, and measures. On a GPU also checks host waits, runs tests and sanitizers.
 
     Writes <device>.json, by default into bench/results, from which `report`, the README and the documentation read.
     """
     _describe_machine()
     if not torch.cuda.is_available():
-        console.print("No GPU here: only the CPU kernels are checked, not those of Triton and CUDA.")
+        console.print("No GPU here: the kernels of Triton and CUDA are not checked on one.")
     request = _request(shapes, None, None, dtype, None, True)
     rows = _verify(op, backend)
     _exit_if_idle(backend, list(rows))
@@ -388,7 +388,7 @@ def exchange_command(
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
     inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
     outside: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, in each direction.")] = 50.0,
-    latency: Annotated[float, typer.Option(help="Microseconds of an all-to-all.")] = 20.0,
+    latency: Annotated[float, typer.Option(help="Microseconds of an empty all-to-all.")] = 20.0,
     tflops: Annotated[float, typer.Option(help="TFLOP/s of the experts' products on a rank.")] = 400.0,
 ) -> None:
     """Measures a layer of experts across processes of this machine, and predicts its time for other machines."""

@@ -26,8 +26,8 @@ class Entry:
     """One operation of the bench.
 
     shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few; `bench gpu` measures them first) and
-        "scaling", in which one size varies over two decades.
-    complete(shape, device type): the shape with its missing sizes, and with fewer rows or experts on a CPU.
+        "scaling", in which one size grows by a factor of 128.
+    complete(shape, device type): the shape with its missing sizes; on a CPU some operations reduce rows or experts.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
     peers: by name, calls of compositions of PyTorch's operations. Peers of other packages are in bench/peers.py.

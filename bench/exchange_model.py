@@ -33,8 +33,8 @@ class Traffic:
 def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: int) -> Traffic:
     """Bytes that each rank sends for one layer.
 
-    Forward sends to the ranks of the experts the rows and the number of rows for each expert, and the outputs back.
-    Backward sends the gradients of the outputs to the ranks of the experts, and the gradients of the rows back.
+    Forward sends the rows and their number for each expert to the experts' ranks, which send the outputs back.
+    Backward sends the gradients of the outputs to the experts' ranks, which send the gradients of the rows back.
 
     rows (n, n): rows[s, d] is the number of rows from rank s to rank d. dim, out: lengths of a row and of its output.
     width: bytes of an element.

@@ -27,7 +27,7 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with `fewer_tokens`, and at most 2^25 elements in w_in (E, D, H) but at least K experts."""
+    """The shape; on a CPU with `fewer_tokens`, and E reduced to 2^25 elements of w_in (E, D, H), but not below K."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape
@@ -59,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product for each expert; the offsets of the experts' rows are on the host, so it does not wait for a GPU."""
+    """One product for each expert. The host has the offsets of the experts' rows, so it does not wait for a GPU."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 

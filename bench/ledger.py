@@ -56,11 +56,11 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files that a result of this operation and backend depends on. A change in one makes the result stale.
+    """The files whose changes make a result of this operation and backend stale.
 
-    These are the operation's file in moe_kernels/ops, the files of its kernels and of those it calls, the headers that
-    they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA, also the
-    Python files in backends/native that call the kernels and choose sizes; if they import another operation's file,
+    These are the operation's file in moe_kernels/ops, the files of its kernels and of those in _CALLED, the headers
+    that they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA, also
+    the Python files in backends/native that call the kernels and choose sizes; if they import another operation's file,
     also that operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
     """
     names = {each for name in (op, *_CALLED.get(op, ())) for each in (name, file_of(backend, name))}
@@ -107,7 +107,7 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def compact(result: Result) -> str:
-    """A result as JSON with four digits of each float; every figure has a line of its own."""
+    """A result as JSON with four significant digits of each float; every figure has a line of its own."""
     rounded = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     entries = rounded.pop("entries")
     facts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]

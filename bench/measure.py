@@ -70,7 +70,7 @@ class Job:
 class Found:
     """Results of jobs: figures and points of the scaling curves.
 
-    left_out: reasons why others are missing, and remarks on kernels that were measured, such as results that are off.
+    left_out: reasons why figures are missing, and remarks on kernels that were measured, such as results that are off.
     failed: errors of kernels that passed the verification, by operation, backend and dtype.
     """
 

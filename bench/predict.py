@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one call. measured_over_predicted: None if no result of that GPU has the call."""
+    """The prediction for one call. measured_over_predicted: None if no result of the predicted GPU has the call."""
 
     count: dict[str, Any]  # from counting.count
     launches: tuple[Launch, ...]
@@ -160,7 +160,7 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """A table of forward calls: of each operation and backend the first fresh one, in bfloat16 if there is one."""
+    """A table of forward calls: of each operation and backend the first that is not stale, if possible in bfloat16."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]

@@ -86,7 +86,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, count a call and own microseconds a call of every event that takes time without its children."""
+    """For each event with time of its own, without its children: name, number and microseconds per call."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:

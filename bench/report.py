@@ -89,7 +89,7 @@ def against_torch(figures: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[Sequence[str]], gpu: bool) -> str:
-    """The rows that `summary` returns as a Markdown table."""
+    """The rows from `summary`, as a Markdown table."""
     gpu_columns = GPU_COLUMNS.values() if gpu else ()
     columns = "operation", "backend", "dtype", "direction", "shapes"
     return markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows)
@@ -107,7 +107,7 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        ratios: dict[str, list[float]] = {}  # of the shapes on which the peer was right
+        ratios: dict[str, list[float]] = {}  # of the shapes on which the peer was measured
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
         peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())

@@ -105,7 +105,7 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs with D = 1, for gates and plans, which read no rows: those of Qwen3-30B would take 5 GB in each set."""
+    """Inputs with D = 1, for gates and plans, which read no rows. In float32 the rows of Qwen3-30B would take 5 GB."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 

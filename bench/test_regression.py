@@ -1,4 +1,4 @@
-"""The regression set: every kernel against PyTorch's own composition, saved and compared by pytest-benchmark.
+"""The regression set: kernels against compositions of PyTorch's operations, saved and compared by pytest-benchmark.
 
     make baseline      saves the kernels' times on this machine, as multiples of PyTorch's
     make regression    fails if a kernel's multiple is a quarter above the saved one, or above 1.2
@@ -19,7 +19,7 @@ from moe_kernels.info import placement
 from moe_kernels.verify import KERNELS, threads
 
 ROUNDS = 30
-SLOWER = 1.2  # limit of the median ratio; above 1, as noise decides if both use torch's matrix products
+SLOWER = 1.2  # limit of the median ratio; above 1: kernels with torch's matrix products are equal up to noise
 
 _elapsed = [0.0]
 

@@ -24,8 +24,8 @@ import torch
 
 from moe_kernels.verify import dtype_name
 
-SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, 100 times the cost of the clock
-FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS are for calls that spend the budget many times over
+SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, far above the cost of the clock
+FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS if they take over 10 times the budget
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ The following raise a `PtxError` that names the kernel, PTX line, source line, b
 * a missing wgmma.fence or fence.proxy.async; a bulk copy with no wait at its mbarrier; different wgmma in the warps of
   a warpgroup;
 * different values stored to one address by lanes of one instruction, or by threads with no synchronization between (not
-  checked in extents of more than 1 GiB);
+  checked in memory ranges of more than 1 GiB);
 * an undefined value that is stored to global memory, or decides a branch or an address: a value from unwritten shared
   bytes, from an accumulator before the wait, or from global memory that another thread wrote with no synchronization;
 * a .sync instruction whose mask contains lanes that never execute it, or lacks a lane that does;

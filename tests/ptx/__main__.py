@@ -19,7 +19,7 @@ from .calls import DTYPES, call
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ptx", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("op", nargs="?")
-    parser.add_argument("--update", action="store_true", help="write the golden table again")
+    parser.add_argument("--update", action="store_true", help="write tests/ptx_counters.json again")
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--shape", default="", help='such as "R=64 N=4096 p=0.1"')

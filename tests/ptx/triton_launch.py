@@ -118,7 +118,7 @@ class Utilities:
     """Replaces Triton's functions of the CUDA driver. A kernel's binary is here its PTX."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, str, int, int, int]:
-        return 1, kernel.decode(), 0, 0, 1024  # module, function, registers, spills, most threads of a block
+        return 1, kernel.decode(), 0, 0, 1024  # module, function, registers, spills, limit of threads in a block
 
     def unload_module(self, module: int) -> None: ...
 

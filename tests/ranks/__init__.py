@@ -29,7 +29,7 @@ class Ranks:
         )
 
     def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
-        """Raises AssertionError with the tracebacks of failed ranks. Each argument becomes a str, without spaces."""
+        """Raises AssertionError with the tracebacks of failed ranks. Arguments are passed as str, without spaces."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")

@@ -93,7 +93,7 @@ def five_steps(ep: str, kind: str) -> None:
 
 
 def sums_of_ranks(ep: str, kind: str) -> None:
-    """Five AdamW steps equal bit for bit those of one process that adds gradients in the order of the ranks.
+    """Five AdamW steps equal bit for bit those of one process that adds gradients rank by rank.
 
     So ranks differ from a process that sums over all tokens at once only by the rounding of float32 sums.
     """
@@ -123,7 +123,7 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, added as one process does: in each backward pass from the last rank on, then the passes."""
+    """The mean over ranks, added as one process does: the ranks of a pass from last to first, then the passes."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()

@@ -53,4 +53,4 @@ struct Mbarrier {
   std::vector<u32> clocks, fenced;  // maxima of Warp::clocks and Warp::fenced of the warps that arrived
 };
 
-constexpr u32 kMbarriers = 16;  // most mbarriers of a block
+constexpr u32 kMbarriers = 16;  // limit of mbarriers in a block

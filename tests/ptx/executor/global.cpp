@@ -17,7 +17,7 @@ namespace {
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
 // Whether the last write of `word` happened before an access of this lane: the lane made it, or a barrier,
-// bar.warp.sync, mbarrier or atomic with release is between them.
+// bar.warp.sync, mbarrier, fence.proxy.async or atomic with release is between them.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);
@@ -60,8 +60,8 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   return true;
 }
 
-// The lanes that read what another thread wrote in this launch with no synchronization between: their values depend on
-// the order of execution.
+// The lanes that read what another thread stored (not by an atomic) in this launch with no synchronization between:
+// their values depend on the order of execution.
 u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
   u32 found = 0;
   int range = -1;

@@ -118,7 +118,7 @@ struct Launch {
   u64 steps = 0;
   u32 clock_base = 1;        // clocks of earlier blocks are below it
   bool failed = false;
-  u32 origin = 0;            // the last instruction with an undefined result, and why
+  u32 origin = 0;            // the last instruction that introduced an undefined value, and why
   const char* origin_why = "";
   std::vector<std::vector<GlobalWord>> written;  // by range, then by global_grain bytes; empty until a store
   std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release or acquire, by block
@@ -133,7 +133,7 @@ struct Launch {
   u32 operand(const Record& record, u32 k) const { return program.operands[record.operands + k]; }
   bool seeded() const { return request.seed != 0; }
 
-  // Reports that a stored value, a guard or an address is undefined, and the last instruction with an undefined result.
+  // Reports that a stored value, a guard or an address is undefined, and names `origin`.
   void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
   void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
 

@@ -38,7 +38,8 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   return next;
 }
 
-// Operands: the address of a row, then the sources. As for ldmatrix, lanes 8 q to 8 q + 7 have the rows of matrix q.
+// Operands: the address of a row, then the sources. As for ldmatrix, lanes 8 q to 8 q + 7 have the addresses of the rows
+// of matrix q.
 Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;

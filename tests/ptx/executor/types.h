@@ -18,7 +18,7 @@ constexpr u32 kLanes = 32;
 constexpr u32 kAll = 0xffffffffu;
 
 struct Record {  // a decoded instruction
-  u16 op;         // index of the table of operations
+  u16 op;         // index in the table of operations
   u8 negated;     // the guard predicate is negated
   u8 size;        // ld and st: bytes of an element; cp.async: bytes of a copy
   u8 width;       // ld and st: bytes of a register
