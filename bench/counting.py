@@ -174,7 +174,7 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX. Triton's do so after the block too.
+    """In the block Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX; Triton's also after it.
 
     Yields the module `session` of tests/ptx.
 

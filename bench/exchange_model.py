@@ -3,7 +3,8 @@
 For given rows the bytes are exact: tests/ranks/traffic.py compares them with those that the collectives move.
 
 Assumptions of the times:
-    * every rank has T tokens with K choices each; the experts' shares of the rows are uniform or follow Zipf's law;
+    * every rank has T tokens with K choices each, so T K rows; the experts' shares of them are uniform or follow Zipf's
+      law;
     * experts are placed in the order of their share, the busiest on rank 0, which is the worst placement;
     * a rank has a link to the other ranks of its node and a link to other nodes; both work at the same time, and each
       sends and receives at the same time;

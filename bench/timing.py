@@ -1,4 +1,4 @@
-"""Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around the replay of a graph.
+"""Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around a CUDA graph or calls.
 
 The speed of a shared machine changes by a factor of two within seconds. So the compared calls take turns, in a new
 random order each round: drift and cache contents then affect all of them alike, and ratios stay right. With one

@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[torch.dtype, Shape]] = {
     "float32": (torch.float32, {"T": 512, "D": 256, "H": 512, "E": 8, "K": 2}),
 }
 DECODED = (1, 4, 16)  # tokens of a decode step, one for each sequence
-MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights for every choice: 6 T K D H bytes in 16 bits
+MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights for every choice: 6 T K D H bytes for 16-bit dtypes
 
 Figure = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Compares a case with the definition and minimises failing cases.
 
-As in `moe_kernels verify`, errors are relative to the largest element of an output, and an output may have twice the
+As in `moe_kernels verify`, errors are relative to the largest magnitude in an output, and an output may have twice the
 definition's error in the same dtype plus a floor in epsilons.
 
 Random inputs contain denormal numbers and give sums that cancel. So an output with a larger error gets a wider

@@ -13,7 +13,10 @@ BYTES = 128
 def encode(
     address: int, element: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> bytes:
-    """The 128 bytes of a map. element: its bytes. sizes, strides, box: in elements, the contiguous dimension last."""
+    """The 128 bytes of a map.
+
+    element: bytes of an element. sizes, strides, box: in elements, the contiguous dimension last.
+    """
     if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
         raise NotImplementedError(
             "encode: expected swizzle 1, 2 or 3 and box rows of 32, 64 or 128 bytes for it; "

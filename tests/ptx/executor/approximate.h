@@ -1,5 +1,5 @@
-// Instructions with a largest error in the PTX ISA. With approximation_seed 0 the f64 result is rounded to f32;
-// another seed changes the result by up to that error. The error is a hash of the input, so equal inputs give equal
+// Instructions for which the PTX ISA gives a largest error. With approximation_seed 0 the f64 result is rounded to f32;
+// another seed first changes it by up to that error. The change is a hash of the input, so equal inputs give equal
 // results, as on a GPU.
 #pragma once
 

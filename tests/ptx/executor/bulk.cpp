@@ -9,7 +9,7 @@ namespace {
 // The layout of tests/ptx/tensor_map.py, not that of a real CUtensorMap. Dimension 0 is contiguous.
 struct TensorMap {
   u64 magic, base;
-  u32 rank, element, span, unused;  // element: its bytes; span: bytes of a row of the box
+  u32 rank, element, span, unused;  // element: bytes of an element; span: bytes of a row of the box
   u64 sizes[5];    // elements
   u64 strides[4];  // bytes, of dimensions 1 and up
   u32 box[5];      // elements
