@@ -35,7 +35,7 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Operations that run kernels of other operations too.
+# Other operations whose kernels also count as sources of an operation.
 _CALLED = {"expert_mlp": ("combine", "plan"), "expert_norms": ("combine",)}
 
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new

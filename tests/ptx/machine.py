@@ -21,7 +21,7 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
-# In larger extents neither sectors nor conflicting stores are tracked: the extent of rows far apart can be terabytes.
+# A larger Extent tracks neither sectors nor conflicting stores: a tensor with large strides can span terabytes.
 MAX_COUNTED_BYTES = 2**30
 FINDINGS = 12  # at most so many different errors of a launch are described
 
