@@ -35,8 +35,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Other operations whose kernels also count as sources of an operation.
-_CALLED = {"expert_mlp": ("combine", "plan"), "expert_norms": ("combine",)}
+# Matches what an operation's file in moe_kernels/library imports and calls of other operations.
+_CALLED = re.compile(r"^from moe_kernels\.library\.(\w+) import|\bops\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
 
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new
 # operation changes it but no other kernel.
@@ -58,12 +58,13 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files whose changes make a result of this operation and backend stale.
 
-    These are the operation's file in moe_kernels/ops, the files of its kernels and of those in _CALLED, the headers
-    that they include, and the modules and packages below moe_kernels/backends that they import. For C++ and CUDA, also
-    the Python files in backends/native that call the kernels and choose sizes; if they import another operation's file,
-    also that operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py for cuda.
+    These are the operation's file in moe_kernels/ops, the files of its kernels and of other operations' kernels that
+    it calls (_CALLED), the headers that they include, and the modules and packages below moe_kernels/backends that they
+    import. For C++ and CUDA, also the Python files in backends/native that call the kernels and choose sizes; if they
+    import another operation's file, also that operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py
+    for cuda.
     """
-    names = {each for name in (op, *_CALLED.get(op, ())) for each in (name, file_of(backend, name))}
+    names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
     left = [path for name in names for path in root.glob(_KERNELS[backend].format(op=name))]
     if backend in ("cpu", "cuda"):
@@ -84,6 +85,12 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
     return sorted(found)
+
+
+def _called(op: str, root: Path) -> set[str]:
+    path = root / "moe_kernels" / "library" / f"{file_of('reference', op)}.py"
+    found = _CALLED.findall(path.read_text()) if path.is_file() else []
+    return {name for groups in found for name in groups} & set(operations(root))
 
 
 def digest(op: str, backend: str, root: Path = ROOT) -> str:

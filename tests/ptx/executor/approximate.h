@@ -16,13 +16,18 @@ inline f64 signed_error(u64 input, u32 which) {
   return z >> 63 ? -magnitude : magnitude;
 }
 
+// `exact` with an absolute error of up to `bound`.
+inline f32 displaced(f64 exact, f32 input, f64 bound, u32 which) {
+  if (!approximation_seed) return static_cast<f32>(exact);
+  const f32 result = static_cast<f32>(exact + bound * signed_error(bits<u32>(input), which));
+  // If rounding to f32 moves the result past the bound, the result without error is returned.
+  return std::fabs(f64(result) - exact) <= bound ? result : static_cast<f32>(exact);
+}
+
 // `exact` with a relative error of up to `bound`; zeros, infinities and NaN get no error.
 inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
-  if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
-  const f64 moved = exact * (1 + bound * signed_error(bits<u32>(input), which));
-  const f32 result = static_cast<f32>(moved);
-  // If rounding to f32 moves the result past the bound, the result without error is returned.
-  return std::fabs(f64(result) - exact) <= bound * std::fabs(exact) ? result : static_cast<f32>(exact);
+  if (exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
+  return displaced(exact, input, bound * std::fabs(exact), which);
 }
 
 // Largest errors of the .approx instructions by the PTX ISA: 1 ulp for rcp, 2 ulp for ex2, div and div.full (here
@@ -33,18 +38,16 @@ constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, roun
 
 inline f32 ex2(f32 x) { return x == 0 || std::isinf(x) ? std::exp2(x) : approximate(std::exp2(f64(x)), x, kEx2, 1); }
 inline f32 lg2(f32 x) {
-  const f64 exact = std::log2(f64(x));
-  if (!approximation_seed || !std::isfinite(exact) || exact == 0) return static_cast<f32>(exact);
-  if (x < 0.5f || x > 2.0f) return approximate(exact, x, kLg2, 2);
-  return static_cast<f32>(exact + kLg2 * signed_error(bits<u32>(x), 2));
+  const bool absolute = x >= 0.5f && x <= 2.0f && x != 1;
+  return absolute ? displaced(std::log2(f64(x)), x, kLg2, 2) : approximate(std::log2(f64(x)), x, kLg2, 2);
 }
 inline f32 rcp(f32 x) { return approximate(1 / f64(x), x, kRcp, 3); }
 inline f32 rsqrt(f32 x) { return approximate(1 / std::sqrt(f64(x)), x, kRsqrt, 4); }
 inline f32 square_root(f32 x) { return approximate(std::sqrt(f64(x)), x, kSqrt, 5); }
 inline f32 hyperbolic_tangent(f32 x) { return approximate(std::tanh(f64(x)), x, kTanh, 6); }
 inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, kDivide, 7); }
-inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + kSine * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
-inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + kSine * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
+inline f32 sine(f32 x) { return displaced(std::sin(f64(x)), x, kSine, 8); }
+inline f32 cosine(f32 x) { return displaced(std::cos(f64(x)), x, kSine, 9); }
 
 // rcp.approx.ftz.f64 uses only the upper 32 bits of its operand; the lower 32 bits of its result are 0.
 inline f64 upper_half(f64 x) { return bits<f64>(bits<u64>(x) & 0xffffffff00000000ull); }
