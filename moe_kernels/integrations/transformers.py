@@ -128,7 +128,7 @@ class Router(nn.Module):
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
 
     transformers records the logits of its own router classes alone, so a model with Routers needs
-    output_router_logits=False; a balance loss is then a regulariser of the gate.
+    output_router_logits=False. Balance losses must then come from the gate (`loss`).
     """
 
     def __init__(self, gate: Gate, policy: Any = None) -> None:
@@ -205,13 +205,14 @@ def _is_clamped(kind: type[nn.Module]) -> bool:
     return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# With this mark torch.compile replaces calls by their results. assume_constant_result would import the compiler.
+# Sets what torch.compiler.assume_constant_result sets: torch.compile replaces calls by their results. The decorator
+# itself would import the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def _computes_clamped(kind: Any) -> bool:
-    """Compares the gate of a class with the definition, on numbers below -limit, between the limits and above limit."""
+    """Compares the gate of a class with the definition, on numbers below -limit, from -limit to limit and above."""
     pre, alpha, limit = torch.linspace(-3, 3, 14), 1.5, 1.0
     try:
         gate = kind._apply_gate(SimpleNamespace(alpha=alpha, limit=limit), pre)

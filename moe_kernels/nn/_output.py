@@ -81,7 +81,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """outputs: the list of the thread's innermost collect_outputs, or None. torch.compile cannot trace a ContextVar."""
+    """Not a ContextVar: torch.compile cannot trace one. outputs: the list of the innermost collect_outputs, or None."""
 
     outputs: Outputs | None = None
 
@@ -93,9 +93,9 @@ _thread = _Thread()
 def collect_outputs() -> Iterator[Outputs]:
     """Collects the MoEOutput of every MoE(..., output="tensor") that this thread runs inside the block.
 
-    `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is the sum of their losses, to be added
-    to the task's loss. Blocks may be nested: the innermost one collects. A forward that torch.utils.checkpoint repeats
-    in the backward pass is not collected again.
+    Yields a list of MoEOutput, `outputs` below, in the order of the calls. `outputs.loss` is the sum of their losses,
+    to be added to the task's loss. Blocks may be nested: the innermost one collects. A forward that
+    torch.utils.checkpoint repeats in the backward pass is not collected again.
 
     Raises:
         RuntimeError: a layer with losses runs with gradients disabled, such as under

@@ -77,7 +77,7 @@ def reset(module: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator | None) -> None:
-    """Draws a parameter from U(-bound, bound) in place; None is left out."""
+    """Draws a parameter from U(-bound, bound) in place; does nothing if it is None."""
     if parameter is not None:
         with torch.no_grad():
             parameter.uniform_(-bound, bound, generator=generator)
@@ -88,7 +88,7 @@ def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
 
 
 def linear_init_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
-    """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does; None is left out."""
+    """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does; does nothing for None."""
     uniform_(parameter, 1 / math.sqrt(fan_in) if fan_in else 0.0, generator)
 
 

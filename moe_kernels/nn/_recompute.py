@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass, as one that a checkpoint repeats; False under torch.compile."""
+    """Whether this forward runs inside a backward pass, where checkpoints repeat it; False under torch.compile."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -110,7 +110,7 @@ def from_stacked(
     Args:
         names: names of the two weights; ("up_proj", "down_proj") for experts without a gate. A bias is name + "_bias".
         transposed: gate_up_proj is (E, D, 2 H) and down_proj (E, H, Dout), as in Llama 4 and gpt_oss.
-        interleaved: the 2 H columns alternate between gate and up, as in gpt_oss, instead of all of gate first.
+        interleaved: gate and up alternate along the dimension of size 2 H, as in gpt_oss; else all of gate comes first.
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
 

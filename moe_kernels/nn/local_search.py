@@ -54,7 +54,7 @@ class LocalSearch(KeepsFloat32):
             "annealed": in every step sinkhorn cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S
             is then rounded to a doubly stochastic matrix. "wide": as "annealed", but sinkhorn cools in 150 iterations,
             and the tau that it reaches falls from 0.1 to 1e-6 over stage one. For each of the same 100 U, the last S
-            of "annealed" and of "wide" is the permutation of U's best assignment.
+            of "annealed" and of "wide" is the permutation P with the largest sum(U * P).
         bound: U starts uniform in (-bound, bound), drawn by `generator`; None is torch's own generator.
         backend: as in sinkhorn.
         noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator

@@ -2,7 +2,7 @@
 
     y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
-The parts in the papers 001 (tree COMET), 002 (sparse ViT), 003 (V-MoE, E^3 and THOR) and 004 (CompeteSMoE):
+Gates, policies and options of the papers 001 (tree COMET), 002 (sparse ViT), 003 (V-MoE, E^3, THOR), 004 (CompeteSMoE):
 
 001  SoftmaxGate, TreeGate and others with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate

@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
     Args:
         capacity: None: every rank sends the rows of its plan, and the host waits for their counts.
             C >= 1: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host
-            waits for no GPU, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no products.
+            waits for no GPU, as CUDA graphs and torch.compile(fullgraph=True) need; padding costs bytes, no products.
             The plan must keep at most C rows for an expert: TokenChoice(factor) keeps at most
             expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E). `norms` then needs the same
             number of tokens on every rank.

@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # refuses the tensor of torch.jit.trace
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace: T is a tensor
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None (without rows): new samples
+    start: int | None = None  # index of the first sample in the test set; None: other samples, or treated as new
 
 
 class Splits(NamedTuple):
@@ -139,10 +139,12 @@ class Recipe:
     tune: tuple[float, ...] = option(
         (), "learning rates to choose from, for each side, on a held-out tenth of the training set", low=0
     )
-    seed: int = option(0, "seed of weights, batches and all other random numbers; further seeds are seed + 1, ...")
+    seed: int = option(0, "seed of weights, batches and random numbers in training; further seeds are seed + 1, ...")
     eval_batch: int = option(1000, "samples of a batch in evaluation", low=1)
     eval_rows: int = option(
-        0, "test samples of an evaluation, a fixed random choice; 0: all, but at most as many as train", low=0
+        0,
+        "test or validation samples of an evaluation, a fixed random choice; 0: as many as training samples, at most",
+        low=0,
     )
     choose: str = option(
         "last",

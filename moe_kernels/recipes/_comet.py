@@ -58,7 +58,7 @@ class CometImages(CometLayers):
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """A Task.evaluate: calls `measures`, which applies the model once, and returns the model's masks as routing."""
+    """A function for Task.evaluate. `measures` must apply the model once; the masks of this pass are the routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
         with record_masks(model) as masks:

@@ -23,7 +23,7 @@ class CometMixer(CometImages):
 
     epochs: int = option(500, "passes over the training set", low=0)
     dim: int = option(512, "width of a token; the paper: 512, 3072", low=1)
-    expansion: tuple[float, ...] = option((4.0, 0.5), "hidden neurons over inputs, of tokens and of channels", low=0)
+    expansion: tuple[float, ...] = option((4.0, 0.5), "hidden neurons per input, of tokens and of channels", low=0)
 
     def network(self, image_shape: tuple[int, int, int], classes: int, **options: Any) -> nn.Module:
         if len(self.expansion) != 2:

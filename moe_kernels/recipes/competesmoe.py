@@ -80,10 +80,10 @@ class CompeteSMoE(TextRecipe):
         "published code), or cosine",
         choices=("learned", "code", "cosine"),
     )
-    consistency: float = option(1.0, "alpha of THOR", low=0)
+    consistency: float = option(1.0, "alpha, weight of THOR's consistency loss", low=0)
     model_dropout: float = option(0.1, "dropout of embeddings, attention and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows of a step", low=1)
-    lr: float = option(7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; then 1 / sqrt(t)", low=0)
+    lr: float = option(7e-4, "learning rate of Adam after a warm-up of a tenth of the steps; then 1 / sqrt(t)", low=0)
     choose: str = option(
         "best", "the evaluation to report: the last, or the best on the validation text", choices=("last", "best")
     )

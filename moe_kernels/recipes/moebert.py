@@ -80,7 +80,7 @@ class MoEBERT(TextRecipe):
     model_dropout: float = option(0.1, "dropout of embeddings and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows of a step", low=1)
     lr: float = option(
-        7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; fine-tuning BERT: 5e-5", low=0
+        7e-4, "learning rate of Adam after a warm-up of a tenth of the steps; to fine-tune BERT: 5e-5", low=0
     )
 
     def splits(self, data: Any) -> Splits:
@@ -175,7 +175,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: the same tokens in every call."""
+        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: masks the same tokens every time."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
@@ -224,7 +224,7 @@ class Pair(nn.Module):
 
     Both are called as model(x, states) -> (logits, outputs of the layers of experts), and have the parameters outside
     the feed-forward layers in the same order. student None: only the teacher trains.
-    teacher.feed_forwards() -> (fc1, fc2, activation) of each layer. share: number of neurons in all experts of a layer.
+    teacher.feed_forwards() -> (fc1, fc2, activation) of each layer. share: number of neurons that all experts have.
     """
 
     def __init__(self, teacher: Any, student: Any, share: int) -> None:

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     parser.add_argument("--seeds", type=positive_int, default=1, help="number of seeds of each side (default: 1)")
     parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations (default: an epoch)")
     parser.add_argument(
-        "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
+        "--out", type=Path, help="folder for models, log, checkpoint, result and picture (default: none written)"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--backend", choices=backends.NAMES, help="backend of all operations (default: the fastest)")
@@ -187,7 +187,7 @@ def _device(name: str) -> torch.device:
 
 
 def _flushes_denormals() -> bool:
-    """Whether torch flushes denormal numbers to zero. torch has no function for this: one such number is multiplied."""
+    """Whether torch flushes denormal numbers to zero. torch has no function that tells, so one is multiplied."""
     return (torch.tensor(1e-40) * 1).item() == 0
 
 

@@ -89,7 +89,7 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: the number of these samples / the mean number of a rank.
+    """A rank's samples of a batch, and their weight: their number / the mean number of samples of a rank.
 
     A rank without samples gets the first sample of the batch with weight 0.
     """

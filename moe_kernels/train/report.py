@@ -122,9 +122,9 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
 def legend(summaries: Sequence[Summary]) -> str:
     """The meaning of the columns of `tables`, and the regularisers of every side."""
     lines = [
-        "Mean ± spread over the seeds. Load: share of the test samples that use an expert or neuron; dead: experts or",
-        "neurons that no sample uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; the",
-        "time of a step is a median.",
+        "Mean ± spread over the seeds. Load: share of the test samples (or their tokens) that use an expert or neuron;",
+        "dead: experts or neurons that no sample uses; entropy of the routers in nats. FLOPs of one prediction, by",
+        "torch's counter; the time of a step is a median.",
     ]
     for each in summaries:
         if each.regularisers:

@@ -22,7 +22,7 @@ class Trained:
     """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
     recipe: the recipe with its options. data: a data set of the same kind, with zeros for samples; its `classes`
-    (images) or `vocabulary` (bytes of text) names the columns of a prediction.
+    (images) or `vocabulary` (bytes of text, but not with --bert) names the columns of a prediction.
     """
 
     recipe: Recipe

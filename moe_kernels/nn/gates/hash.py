@@ -68,7 +68,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes into `table` the expert of every id of positive frequency: the expert with the smallest load so far."""
+    """Writes into `table` the expert of every id of positive frequency: the one with the least summed frequency."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

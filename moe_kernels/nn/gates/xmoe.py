@@ -85,7 +85,7 @@ class XMoEGate(TopKRouter):
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
-        # A copy: if two forwards precede the backward, the second one scales in place what the first one saved.
+        # A copy for the backward pass, since a second forward before it would scale the saved parameter in place.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
             return self.product(r, directions)
