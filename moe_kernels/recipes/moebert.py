@@ -77,7 +77,7 @@ class MoEBERT(TextRecipe):
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
     balance: float = option(0.01, "weight of the balance loss of topk", low=0)
     distill: float = option(5.0, "weight of the distillation", low=0, sweep=True)
-    model_dropout: float = option(0.1, "dropout of embeddings and feed-forward layers", low=0, high=1)
+    model_dropout: float = option(0.1, "dropout of embeddings, attention and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows of a step", low=1)
     lr: float = option(
         7e-4, "learning rate of Adam after a warm-up of a tenth of the steps; to fine-tune BERT: 5e-5", low=0

@@ -2,10 +2,11 @@
 
 V-MoE selects every second block, counted from the last, and puts experts into the last two of these ("last-2") or into
 all ("every-2", here --moe-layers 99). By default V-MoE has two choices a token and capacity factor 1.05, and routes in
-groups of 8 images. E^3 is an ensemble of two members in one network, with V-MoE's capacity and losses. The sparse ViT
-has experts in every block. Side `sparsified` trains with dense gates, then only its new sparse gates, then everything.
-`matched` is a dense model so wide that it has at least as many parameters as `token_choice`. The default sizes are
-small, for CIFAR-10 on a CPU. Paper 002 also pretrains by MAE; this recipe does not.
+groups of 8 images. `bpr` and `bpr_sum` add Batch Prioritized Routing, by a token's largest or summed weight. E^3 is an
+ensemble of two members in one network, with V-MoE's capacity and losses. The sparse ViT has experts in every block.
+Side `sparsified` trains with dense gates, then only its new sparse gates, then everything. `matched` is a dense model
+so wide that it has at least as many parameters as `token_choice`. The default sizes are small, for CIFAR-10 on a CPU.
+Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class VMoE(Recipe):
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
     inverse_cv: float = option(0.01, "weight of both inverse CV losses of softmax and sparsified (paper 002)", low=0)
     expert_dropout: float = option(
-        0.0, "rate of softmax and sparsified; paper 002, Table 5: 0.1", low=0, high=1, sweep=True
+        0.0, "chance to drop an expert, of softmax and sparsified; paper 002, Table 5: 0.1", low=0, high=1, sweep=True
     )
     experts_off: bool = option(False, "also evaluate without experts (paper 002, Table 5)")
     distill: float = option(1.0, "weight of the distillation to the new gates of sparsified", low=0)
