@@ -28,7 +28,7 @@ from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
 SCHEDULES = ("paper", "annealed", "wide")
-START_TAU = 0.1  # first tau of an annealed sinkhorn call; equals the width of the default initial U(-0.05, 0.05)
+START_TAU = 0.1  # first tau of an annealed sinkhorn call; by default the width of the initial range of scores
 
 
 class LocalSearch(KeepsFloat32):

@@ -200,7 +200,7 @@ class MultiGateMoE(OutputModule):
         by_gate = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
         outputs = [by_gate[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
-        k = sum(output.experts.shape[1] for output in by_gate.values())  # upper bound of a token's experts
+        k = sum(output.experts.shape[1] for output in by_gate.values())  # a token has at most k experts
         if self.search is not None:
             permutation = self.search.permutation()
             if permutation is not None:
