@@ -98,7 +98,7 @@ class EnsembleGate(Gate):
         return losses
 
     def _mean_cv_squared(self, values: Tensor, member: Tensor) -> Tensor:
-        """For each member, cv_squared of the sums of values (T, E / M) over its tokens; returns the mean over members."""
+        """Sums values (T, E / M) over each member's tokens; returns the mean over members of cv_squared of the sums."""
         sums = F.one_hot(member, self.members).to(values.dtype).t() @ values
         return torch.stack([cv_squared(row) for row in sums]).mean()
 
