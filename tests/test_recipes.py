@@ -15,6 +15,7 @@ from small_sets import WORDS, images, ratings, table
 from moe_kernels import backends, data, recipes, train
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
+from moe_kernels.models.moe import MoEBlock
 from moe_kernels.recipes import Batch, Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
 from moe_kernels.recipes.manual import Manual
@@ -290,6 +291,20 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
         assert after[0]["loss"] == pytest.approx(after[0]["text"], abs=1e-8)
         assert after[-1]["test bits"] == pytest.approx(before[-1]["test bits"], rel=1e-6)
         assert "experts" in after[-1]
+
+
+def test_outputs_of_a_split_model_are_dropped_once(text):
+    """The block drops elements of its layer's output, so the experts must not drop them too."""
+    recipe = MoEBERT(
+        sides=("hash",), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=2,
+        model_dropout=0.5,
+    )  # fmt: skip
+    run = Run(recipe, 0, recipe.splits(text))
+    run.take_step()
+    run.take_step()  # of the student
+    blocks = [each for each in run.task.model.modules() if isinstance(each, MoEBlock)]
+    assert len(blocks) == 2
+    assert all(each.block.dropout == 0.5 and each.block.ffn.experts.dropout == 0 for each in blocks)
 
 
 def test_distillation_resumes_exactly(arguments, tmp_path):

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None: other samples, or treated as new
+    start: int | None = None  # index of the first sample in the test set; None if unknown
 
 
 class Splits(NamedTuple):

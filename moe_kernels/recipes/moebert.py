@@ -206,8 +206,7 @@ class MoEBERT(TextRecipe):
         """A layer of experts of the student, which trains for `steps` steps. counts: how often each token occurs."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
-        dropout = 0.0 if self.bert else self.model_dropout  # a BertLayer has a dropout after the layer
-        experts = ExpertMLP(count, dim, self.expert_hidden, activation=activation, bias=True, dropout=dropout)
+        experts = ExpertMLP(count, dim, self.expert_hidden, activation=activation, bias=True)
         if kind == "topk":
             gate: Gate = TopKGate(dim, count, 1, order="softmax_topk", balance=self.balance)
         elif kind == "comet":
