@@ -19,7 +19,7 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# Most elements of a tensor of a group of experts on a GPU (256 MiB in 16 bits), unless the group is a single expert.
+# On a GPU no tensor of a group of two or more experts has more elements than this (256 MiB in 16 bits).
 ELEMENTS = 2**27
 
 

@@ -98,10 +98,11 @@ def tree_gate(
 
     Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
     Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
-    NaN or infinite if no leaf in the softmax is more likely than 1e-36. For a token with NaN gates, the gradient of a
-    node or leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of its inputs. FLOPs of kernels
-    (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward if all gradients are needed. On a GPU
-    torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
+    NaN or infinite if every term probability * exp(logit - largest logit) of the softmax is below 1e-36. For a token
+    with NaN gates, the gradient of a node or leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of
+    its inputs. FLOPs of kernels (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward if all
+    gradients are needed. On a GPU torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it,
+    else IEEE.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.

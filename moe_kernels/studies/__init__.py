@@ -1,7 +1,7 @@
 """python -m moe_kernels study NAME: experiments of the papers, or on their claims, for which `train` is not enough.
 
-studies/<name>.py has `class <Name>(Study)`, a frozen dataclass. Its fields are the options of the command line, as in a
-recipe. `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
+studies/<name>.py defines one subclass of Study, a frozen dataclass. Its fields are the options of the command line, as
+in a recipe. `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
 """
 
 from __future__ import annotations

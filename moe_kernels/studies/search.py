@@ -100,7 +100,7 @@ class Search(Study):
 
 
 def bootstrap(rows: Sequence[dict[str, Any]], draws: int) -> dict[int, float]:
-    """s -> mean over `draws` draws of s trials of the test loss of the trial with the lowest validation loss."""
+    """By s: the test loss of the best of s random trials by validation loss, averaged over `draws` draws."""
     valid, test = (torch.tensor([row[name] for row in rows]) for name in ("valid loss", "test loss"))
     generator = torch.Generator().manual_seed(0)
     sizes = [size for size in (1, 2, *range(5, 251, 5)) if size <= max(len(rows) // 2, 1)]
