@@ -5,7 +5,8 @@
 
 x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m. Saved
 for backward: m, packed to one bit an element. A kernel finds the threshold by counting the elements at or above trial
-values. A row of up to 16384 elements stays in registers (GPU) or in the cache (CPU) meanwhile.
+values. Meanwhile a row of up to 16384 elements stays in the cache (CPU), or one of up to 32768 in registers (GPU; 16384
+in CUDA for float32 rows that are no whole 16-byte vectors).
 """
 
 from __future__ import annotations
