@@ -35,7 +35,7 @@ if X86:
 # Machine code for capabilities 8.x, 9.x, 10.x and 12.x; PTX for other capabilities above 8.0.
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
 
-# -g0: with debug information a module is twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
+# -g0: with debug information a module is several times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.
 CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
 NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden"

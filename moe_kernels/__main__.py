@@ -19,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
-    train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
+    train = commands.add_parser("train", help="train the systems of a paper, as a recipe says, and print a table")
     if words[:1] == ["train"]:  # loads modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
-    study = commands.add_parser("study", help="experiments of the papers, or on their claims, with pictures")
+    study = commands.add_parser("study", help="other experiments of the papers, or on their claims")
     if words[:1] == ["study"]:
         importlib.import_module("moe_kernels.studies").add_arguments(study, words[1:])
     args = parser.parse_args(words)

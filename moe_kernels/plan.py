@@ -31,11 +31,11 @@ class RoutingPlan:
 
     All arrays are int32, contiguous, without a gradient and on one device. Operations refuse other arrays. Operations
     that read values of row_token, slot_row or expert_offsets on the CPU refuse values out of range. They do not check
-    that the arrays agree with each other; plans of `make_plan`, `plan_expert_choice` and `plan_priority` do.
+    that the arrays agree with each other, as those of `make_plan`, `plan_expert_choice` and `plan_priority` do.
 
-    R = min(T * K, E * capacity), or T * K without a capacity, so the host need not wait for the device. Rows from
-    expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros to
-    them. Shapes depend only on T, K, E and capacity.
+    R = min(T * K, E * capacity), or T * K without a capacity: the host knows it without waiting for the device. Rows
+    from expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros
+    to them. Shapes depend only on T, K, E and capacity.
 
     Four tokens, two choices each, two experts with room for two:
 
@@ -83,7 +83,7 @@ class RoutingPlan:
     def imbalance(self) -> Tensor:
         """The largest number of requests of an expert over the mean, a float32 scalar.
 
-        It is 1 if all experts have as many requests, E if one expert has all requests, and 0 without requests.
+        It is 1 if all experts have equally many requests, E if one expert has all requests, and 0 without requests.
         """
         return self.requested.max().long() * self.num_experts / self.requested.sum().clamp(min=1)
 

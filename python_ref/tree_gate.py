@@ -92,7 +92,7 @@ def tree_route(
     split_bias: Tensor | None = None,
     leaf_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
-    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, or the left-most of several.
+    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, of equally likely ones the left-most.
 
     weights = softmax of the logits of the K leaves. An expert that several trees chose keeps its first column, with the
     sum of its weights; its other columns get weight 0 and expert -1. At a node whose pre-activation is NaN the token

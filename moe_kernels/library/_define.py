@@ -36,10 +36,10 @@ def define(
             the types of the arguments, which implementations often leave out.
         implementation: runs for tensors on every device.
         fake: computes shapes and dtypes of the results from tensors without data.
-        flops: computes the FLOPs from the arguments, with shapes for tensors, for torch.utils.flop_counter.
+        flops: computes the FLOPs from the arguments, with shapes in place of tensors, for torch.utils.flop_counter.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
         batched: positions of the tensor arguments whose first dimension is a batch; torch.vmap's dimension is merged
-            into it. If it is empty, torch.vmap raises TypeError.
+            into it. If `batched` is empty, torch.vmap raises TypeError.
     """
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"

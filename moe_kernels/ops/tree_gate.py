@@ -143,7 +143,7 @@ def tree_route(
     statistics: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
-    """One expert per tree, for inference: the likeliest leaf, or the left-most of several.
+    """One expert per tree, for inference: the likeliest leaf, of equally likely ones the left-most.
 
     Kernels search for this leaf from the root and do not compute all nodes. weights = softmax of the logits of the K
     leaves. If every node on the K paths is saturated, the result equals the gates of `tree_gate`; otherwise it is an

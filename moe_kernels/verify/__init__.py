@@ -59,8 +59,8 @@ OPERATIONS: dict[str, Operation] = {
 class Row:
     """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run".
 
-    error, allowed: those of the output with the largest ratio error / allowed. note: the name of this output ("" if no
-    output has an error), the exception that a case raised, or the reason why no case ran.
+    error, allowed: those of the output with the largest ratio error / allowed. note: the name of this output and its
+    case ("" if no output has an error), the exception that a case raised, or the reason why no case ran.
     """
 
     operation: str
