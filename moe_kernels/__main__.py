@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs every kernel that can run on this machine against its reference and prints the worst error and the "
-        "allowed one: wrong elements of selected or copied outputs, relative errors of computed ones. "
+        "allowed one: the number of wrong elements of selected or copied outputs, a relative error of computed ones. "
         "Exit status 1 on any failure, 2 if a backend given with --backend could run nothing. TRITON_INTERPRET=1 runs "
         "the Triton kernels on the CPU, slowly."
     )

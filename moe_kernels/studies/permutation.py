@@ -42,7 +42,7 @@ ARMS = ("none", "random", "best", "paper", "wide", "untrained")
 
 @dataclass(frozen=True)
 class Permutation(Study):
-    data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
+    data: str = option("", "folder with MovieLens: ratings.dat or movielens_*.csv")
     arms: tuple[str, ...] = option(ARMS, "arms to compare", choices=ARMS)
     rows: int = option(20_000, "training rows; the paper: 200,000", low=1)
     epochs: int = option(10, "passes over the rows; the search uses the first half, as in the paper", low=2)

@@ -1,12 +1,12 @@
 """Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
 
 Every trial draws its hyperparameters from the paper's grid for MovieLens (supplement S1.3): the learning rate
-log-uniform in [5e-5, 5e-4], gamma from {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search), lambda from
-{0.05, 0.1, 0.5, 1, 5, 10}, and 1 to 10 epochs of permutation learning. By default a trial trains for at most 100
-epochs, stops after 25 epochs without a better validation loss, and keeps the best evaluation. Table 2 has the mean test
-loss of the best 5 % of the trials by validation loss. The bootstrap (appendix F) draws s trials and takes the test loss
-of the one with the best validation loss; its result is the mean of 1000 draws, for s up to half of the trials and at
-most 250. The paper has 500 trials a gate.
+log-uniform in [5e-5, 5e-4], the smooth step's gamma from {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search),
+lambda of the entropy loss from {0.05, 0.1, 0.5, 1, 5, 10}, and 1 to 10 epochs of permutation learning. By default a
+trial trains for at most 100 epochs, stops after 25 epochs without a better validation loss, and keeps the best
+evaluation. Table 2 has the mean test loss of the best 5 % of the trials by validation loss. The bootstrap (appendix F)
+draws s trials and takes the test loss of the one with the best validation loss; its result is the mean of 1000 draws,
+for s up to half of the trials and at most 250. The paper has 500 trials a gate.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ GAMMAS, LAMBDAS, RATES = (0.01, 0.1, 1.0, 5.0, 10.0), (0.05, 0.1, 0.5, 1.0, 5.0,
 class Search(Study):
     SIDES: ClassVar[tuple[str, ...]] = tuple(side for side in MovieLens.SIDES if "untrained" not in side)
 
-    data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
+    data: str = option("", "folder with MovieLens: ratings.dat or movielens_*.csv")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to tune")
     trials: int = option(20, "random trials of a gate; the paper: 500", low=1)
     rows: int = option(0, "training rows, a fixed random choice; 0: all", low=0)
-    eval_rows: int = option(0, "validation and test rows of an evaluation; 0: at most as many as train", low=0)
+    eval_rows: int = option(0, "largest number of validation and of test rows; 0: that of the training rows", low=0)
     epochs: int = option(100, "largest number of passes over the rows", low=1)
     patience: int = option(25, "a trial stops after so many epochs without a better validation loss", low=1)
-    alpha: float = option(0.9, "weight of task watched; the paper: 0.1 and 0.9", low=0, high=1)
+    alpha: float = option(0.9, "weight of the task watched in the loss; the paper: 0.1 and 0.9", low=0, high=1)
     draws: int = option(1000, "draws of the bootstrap", low=1)
 
     def run(self, out: Path | None) -> None:
