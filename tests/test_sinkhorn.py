@@ -480,7 +480,7 @@ def test_results_do_not_depend_on_threads():
         (
             lambda s: mk.sinkhorn(s, 2, gradient="implicit", columns=s[0].clone().requires_grad_()),
             ValueError,
-            "sinkhorn: gradient='implicit' has none for columns",
+            "sinkhorn: gradient='implicit' computes no gradient for columns",
         ),
         (lambda s: mk.sinkhorn(s, 2, columns=[1.0]), TypeError, "sinkhorn: columns must be a Tensor, got list"),
         (lambda s: mk.sinkhorn(s, 2, tolerance=-1), ValueError, "sinkhorn: tolerance must be above 0 .* got -1"),

@@ -176,4 +176,4 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
             f"{sums.device}"
         )
     if gradient == "implicit" and sums.requires_grad:
-        raise ValueError(f"sinkhorn: gradient='implicit' has none for {name}, but {name}.requires_grad is set")
+        raise ValueError(f"sinkhorn: gradient='implicit' computes no gradient for {name}; got {name} that requires one")

@@ -38,7 +38,7 @@ class MovieLens(Recipe):
     METRIC: ClassVar[str] = "loss"
     HIGHER_IS_BETTER: ClassVar[bool] = False
 
-    data: str = option("", "folder with MovieLens, as ratings.dat or prepared; or a file of Jester or Books")
+    data: str = option("", "folder with MovieLens (ratings.dat or movielens_*.csv), or a file of Jester or Books")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
     rows: int = option(200_000, "training rows, a fixed random choice; 0: all", low=0)
     experts: int = option(16, "experts that the tasks share", low=2, sweep=True)
