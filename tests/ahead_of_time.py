@@ -3,7 +3,7 @@ length of the longest inner loop, names of the instructions. Triton compiles the
 
 The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
 these digests are not compiled. test_machine_code_triton.py runs this file in a process of its own, because a kernel
-that was decorated for Triton's interpreter cannot be compiled. PTX is shared with tests/ptx through its cache.
+that was decorated for Triton's interpreter cannot be compiled. PTX is kept in the cache of tests/ptx.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def launches(capability: int) -> dict[str, dict[str, Any]]:
     """The launches that need a compilation which no earlier launch needed, by kernel, dtype and call.
 
-    For sm_90 only 16-bit matrix products, which can use wgmma there, keep all of these; other kernels keep the first.
+    For sm_90: all of these for 16-bit matrix products, which can use wgmma there, and the first of every other kernel.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -109,7 +109,7 @@ def code(cubin: bytes) -> bytes:
 
 
 def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruction]]:
-    """The instructions of each kernel, all from a single run of nvdisasm, because each run takes at least 0.2 s."""
+    """The instructions of each kernel, all from a single run of nvdisasm, because starting it takes about 0.2 s."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()

@@ -68,8 +68,8 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Whether Triton runs on CPU tensors. Except in its interpreter, each new size class, dtype or option of a
-        kernel takes 0.3 to 2 s to compile."""
+        """Whether Triton runs on CPU tensors. Except in its interpreter, each new set of dtypes and constexpr
+        arguments of a kernel takes 0.3 to 2 s to compile."""
         return self.executed and self.backend == "triton"
 
     @property

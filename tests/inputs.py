@@ -1,4 +1,5 @@
-"""Copies of a tensor that reveal reads outside of its rows, assumed alignment and 32-bit indices; single gradients."""
+"""Copies of a tensor that reveal reads outside of its rows, assumed alignment and 32-bit indices; gradients of one
+input at a time."""
 
 from __future__ import annotations
 

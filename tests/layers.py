@@ -62,7 +62,7 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "pass": lambda: layer(mnn.TopKGate(D, E, 1, order="softmax_topk"), pass_through=True),
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
-ON_THE_HOST = ("permuted", "competition")  # layers whose training calls a function that torch.compile may not trace
+ON_THE_HOST = ("permuted", "competition")  # layers whose training calls a function that torch.compile does not trace
 # Layers that compute the same in training and in evaluation: they have no noise, loss, capacity or schedule.
 NO_OTHER_TRAINING = (
     "hash",

@@ -1,4 +1,4 @@
-"""The choice of a backend for CUDA tensors by compute capability, driver and sizes. Most tests mock the GPU."""
+"""The choice of a backend for CUDA tensors by compute capability, driver and sizes. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_driver_older_than_the_toolkit_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks the CUDA module, without kernels, and a GPU whose only GPU backend is `state.backend`."""
+    """Mocks the CUDA module, without kernels, and a GPU. Tests set its capability, driver and only GPU backend."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000

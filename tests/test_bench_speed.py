@@ -1,4 +1,4 @@
-"""python -m bench compared with another clock, and with kernels that were made slower."""
+"""python -m bench: its times against another clock, kernels made slower on purpose, and profiles."""
 
 from __future__ import annotations
 

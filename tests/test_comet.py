@@ -168,7 +168,7 @@ def test_inactive_neurons_get_exactly_zero_gradient_and_no_gradient_enters_throu
         assert (hidden.weight.grad[~mask] == 0).all()
         assert (hidden.bias.grad[~mask] == 0).all()
         assert (hidden.bias.grad[mask] != 0).all()
-        local = outer * mask * (1 - inputs[layer + 1] ** 2)  # dL/da = (dL/dx * m) * f'(a)
+        local = outer * mask * (1 - inputs[layer + 1] ** 2)  # dL/da = dL/dx * m * f'(a), with x = m * f(a)
         torch.testing.assert_close(hidden.weight.grad, torch.outer(local, inputs[layer]), rtol=1e-12, atol=1e-14)
         outer = local @ hidden.weight
     torch.testing.assert_close(x.grad[0], outer.detach(), rtol=1e-12, atol=1e-14)

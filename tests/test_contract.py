@@ -163,7 +163,7 @@ def test_a_narrower_instruction_set_can_be_requested():
 
 @pytest.fixture
 def current(monkeypatch) -> list[int]:
-    """A list with the number of the current GPU; replaces torch.cuda.device, which changes the number."""
+    """A list with the number of the current GPU. Replaces torch.cuda.device by a mock that sets the number."""
     numbers = [0]
 
     @contextlib.contextmanager

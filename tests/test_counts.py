@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_kernels as mk
 from moe_kernels import backends
 
-# A100: warp instructions and bytes of DRAM a second. FACTOR: instructions of integer code in SASS for each one in PTX.
+# A100: warp instructions and bytes of DRAM a second. FACTOR: SASS instructions per PTX instruction of integer code.
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 BF16 = torch.bfloat16
@@ -53,13 +53,14 @@ def kwta(backend: str, n: int, dtype: torch.dtype) -> tuple[list[Result], list[R
 def test_kwta_is_bound_by_memory(n, dtype, backend):
     forward, backward = kwta(backend, n, dtype)
     moved = 32 * n * (2 * dtype.itemsize + 1 / 8)
-    # Triton's kernel pads a row of 20000 elements to 32768.
+    # Triton's 16-bit kernel pads a row of 20000 elements to 32768.
     assert predicted(forward, moved) <= (1.2 if (n, backend) == (20000, "triton") else 0.97)
     assert predicted(backward, moved) <= 0.4
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton specialises a size only by whether 16 divides it; by itself it would read rows of 1000 two bytes at a time.
+    # Triton specialises sizes that 16 divides, but not those that 8 divides. By itself it would read rows of 1000 two
+    # bytes at a time.
     for odd, even in zip(kwta("triton", 1000, BF16), kwta("triton", 1024, BF16), strict=True):
         assert warps(odd) <= 1.05 * warps(even)
 
@@ -136,7 +137,7 @@ def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
     x = torch.randn(128, 8).to(dtype)
     split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))
     found = recorded("cuda", lambda: mk.tree_gate(x, split, leaf, gamma=2.0, backend="cuda"))
-    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # torch computes the products before
+    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # torch computes the logits
     assert predicted(found, moved) <= (1.25 if trees * experts == 1024 and trees == 4 else 1.0)
 
 

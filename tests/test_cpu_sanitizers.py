@@ -53,7 +53,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # the mask of 512 logits fills whole words, so scratch has no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # 512 bits fill whole words of the mask: nothing is padded
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 

@@ -137,7 +137,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     if transposed:  # gaps between columns as well
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
-    # This call leaves NaN in scratch memory, also where the next call copies rows.
+    # This call fills the kernel's scratch memory with NaN, also where the next call writes copies of rows.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")

@@ -217,7 +217,7 @@ def test_operands_far_apart(target, apart):
 
 
 def test_gradient_of_many_columns(target):
-    """4200 columns take several programs in Triton, several passes of a block in CUDA."""
+    """4200 columns take several programs in Triton and several blocks in CUDA."""
     dtype = finest(target)
     grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
     got = kernels(target.backend).activation_bwd(grad, pre, "relu")

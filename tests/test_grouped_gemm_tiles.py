@@ -54,7 +54,7 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
         monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     elif _grouped_configs.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
         pytest.skip("this GPU has no tensor descriptors in hardware")
-    # On all axes tiles are partial.
+    # On every axis the last tile is partial.
     compiled = target.executed and not target.interpreted
     with triton_launch.capability(90) if compiled else contextlib.nullcontext():
         check(target, torch.bfloat16, "zipf", (48, 80, 96, 5), "swiglu", gathered)

@@ -49,7 +49,7 @@ ROWS = {
     "constant": lambda n: torch.full((n,), 0.3),  # 0 < k < n: "strict" keeps nothing, "all" everything
     "relu": lambda n: torch.randn(n).relu(),  # about half the row is 0
     "sorted": lambda n: torch.arange(n).float() - n / 2,
-    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # the threshold of a normal distribution is far off
+    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # a threshold guessed from mean and deviation is far off
     "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
     "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
     "subnormal": lambda n: torch.randn(n) * 1e-41,  # a comparison that flushes subnormals would see 0

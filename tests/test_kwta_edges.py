@@ -12,7 +12,7 @@ from test_kwta import DTYPES, TIES, same_bits, special
 import moe_kernels as mk
 
 ROWS = 9  # rows of odd length start at every offset in a vector
-# Around multiples of 4 and 8 elements (a 16-byte vector of 32 or 16 bits) and of 32 (a word of the packed mask).
+# Around multiples of 4 (a 16-byte vector of float32), 8 (of a 16-bit dtype) and 32 (a word of the packed mask).
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
