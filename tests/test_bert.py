@@ -79,8 +79,8 @@ def test_a_dropped_token_is_added_to_no_copy_of_itself():
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Trains seven of the recipe's ten sides (variants of the model). Kernels agree with the reference. The written
-    models load and predict."""
+    """Trains seven of the recipe's ten sides (the models that it compares). Kernels agree with the reference. The
+    written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))

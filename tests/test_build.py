@@ -182,7 +182,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    # The whole name, as test_a_stale_module_is_not_in_the_wheel leaves another _cuda module in the folder.
+    # The whole name: test_a_stale_module_is_not_in_the_wheel leaves a file named like the module of Python 3.11.
     module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed

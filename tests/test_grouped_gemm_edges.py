@@ -1,4 +1,4 @@
-"""Edge cases of grouped products: memory around operands, strides, partial tiles, slopes at 0, single gradients."""
+"""Edge cases of grouped products: memory around operands, strides, partial tiles, slopes at 0, each gradient alone."""
 
 from __future__ import annotations
 

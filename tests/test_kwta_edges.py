@@ -11,7 +11,7 @@ from test_kwta import DTYPES, TIES, same_bits, special
 
 import moe_kernels as mk
 
-ROWS = 9  # rows of odd length start at every offset in a vector
+ROWS = 9  # contiguous rows of odd length start at every offset in a vector
 # Around multiples of 4 (a 16-byte vector of float32), 8 (of a 16-bit dtype) and 32 (a word of the packed mask).
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
@@ -58,7 +58,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
     if target.compiles:
         if dtype == torch.float16:
-            pytest.skip("Triton's code for float16 differs from bfloat16's in constants, which test_kwta.py covers")
+            pytest.skip("Triton's code for float16 differs from bfloat16's only in guesses and keys, which test_kwta.py covers")
         # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
@@ -78,7 +78,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     """Of equal elements the first k win, inside and outside of whole vectors."""
     if target.compiles and dtype == torch.float16 and n != 45:
-        pytest.skip("Triton's code for float16 differs from bfloat16's only in constants")
+        pytest.skip("Triton's code for float16 differs from bfloat16's only in guesses and keys")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
     x[1::2, n // 2] = 0.25
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
