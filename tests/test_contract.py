@@ -137,7 +137,7 @@ def test_autocast_casts_nothing():
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_autocast_rounds_no_product(backend):
-    """Results in float32 have the same bits under autocast. With two threads or more, backend "cpu" here uses torch.mm."""
+    """Results in float32 have the same bits under autocast. With several threads, backend "cpu" uses torch.mm here."""
     plan = mk.make_plan(torch.zeros(20, 1, dtype=torch.int64), 1)
     x, w_in, w_out = torch.randn(20, 700), torch.randn(1, 700, 700), torch.randn(1, 700, 700)
 

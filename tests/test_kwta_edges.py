@@ -58,7 +58,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
     if target.compiles:
         if dtype == torch.float16:
-            pytest.skip("Triton's code for float16 differs from bfloat16's only in guesses and keys, which test_kwta.py covers")
+            pytest.skip("Triton's float16 code differs from bfloat16 only in guesses and keys: test_kwta.py tests them")
         # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
@@ -78,7 +78,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     """Of equal elements the first k win, inside and outside of whole vectors."""
     if target.compiles and dtype == torch.float16 and n != 45:
-        pytest.skip("Triton's code for float16 differs from bfloat16's only in guesses and keys")
+        pytest.skip("Triton's float16 code differs from bfloat16 only in guesses and keys")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
     x[1::2, n // 2] = 0.25
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
