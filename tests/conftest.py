@@ -38,7 +38,7 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# With the default thresholds, garbage collection takes a seventh of the time of test_compile.py.
+# With the default thresholds, garbage collection takes more than a tenth of the time of test_compile.py.
 gc.set_threshold(100_000, 20, 20)
 
 

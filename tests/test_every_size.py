@@ -1,4 +1,4 @@
-"""Kernels take sizes up to their limit, or up to a large size, with 99 KB of shared memory a block (sm_86, 89, 120)."""
+"""Kernels take sizes up to their limit (or that of SIZES) with 99 KB of shared memory a block (sm_86, 89, 120)."""
 
 from __future__ import annotations
 
