@@ -84,7 +84,8 @@ def test_a_gpu_without_a_peak_is_named():
 def kernels() -> dict[str, set[str]]:
     """Names of all GPU kernels of the package."""
     names = {name.strip("_") for name in triton_kernels()}
-    sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").iterdir() if path.suffix in (".cu", ".h"))
+    files = [*(ROOT / "csrc" / "cuda").iterdir(), *(ROOT / "csrc" / "include" / "moe").iterdir()]
+    sources = "".join(path.read_text() for path in files if path.suffix in (".cu", ".cuh", ".h"))
     found = re.findall(r"__global__[^;{]*?\b(\w+_kernel)\b\s*\(", sources)
     return {"triton": names, "cuda": set(found)}
 
@@ -135,7 +136,7 @@ def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
     ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # other operations stay
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    # Only another operation of the same file was executed.
+    # In Triton only kwta_mask was executed, another operation of kwta.py.
     assert ledger.executed("kwta", "triton", tree) == "never run on a GPU"
     entry = {"operation": "kwta", "backend": "cuda", "device": "cuda", "verdict": "ok", "checks": {}}
     entry["sources"] = ledger.digest("kwta", "cuda", tree)

@@ -40,7 +40,7 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
-    # relu has slope 1 at NaN, which is not below 0.
+    # relu has slope 0 for x <= 0, else 1, so 1 at NaN.
     leaves["x"][0, 3] = math.nan
     got, expected = (
         results(
@@ -57,9 +57,9 @@ def test_slopes_at_zero(target, activation):
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
-    """expert_mlp and expert_norms have their own backward kernels."""
+    """expert_mlp and expert_norms share a backward kernel, which grouped_gemm does not have."""
     if target.compiles and activation in ("gelu", "silu"):
-        pytest.skip("slopes of gelu and silu are continuous at 0; test_expert_mlp.py tests these kernels")
+        pytest.skip("slopes of gelu and silu are continuous at 0; other tests run these kernels")
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
@@ -145,10 +145,10 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
+@pytest.mark.parametrize("activation", ["gelu", None])  # None: products read the given gradient
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
-    """Results are the same if the start or a stride of one operand rules out accesses of 16 bytes."""
+    """Results agree within rounding if the start or a stride of one operand rules out accesses of 16 bytes."""
     if target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, device = finest(target), target.device
@@ -169,8 +169,9 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """Results are those of contiguous operands. aligned gradient: rows of the gradient start at multiples of 16 bytes;
-    on CUDA (bfloat16) the second row of b_out, of 12 elements, does not."""
+    """Results agree with those of plain copies within rounding. contiguous: b_in and b_out start an element later.
+    aligned gradient: rows of the gradient start at multiples of 16 bytes; on CUDA (bfloat16) the second row of b_out
+    does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]

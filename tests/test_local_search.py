@@ -1,4 +1,4 @@
-"""nn.LocalSearch: schedule, regulariser, application, hardening and state, against loops over the definition."""
+"""nn.LocalSearch: a permutation of the experts, soft and learned in stage one, fixed in stage two."""
 
 from __future__ import annotations
 

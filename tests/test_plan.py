@@ -220,7 +220,7 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """GPU kernels split requests into chunks: here 32, 33 and 34 (CUDA interpreted: 1, 2 and 2). CUDA's scan has at
+    """GPU kernels split choices into chunks: here 32, 33 and 34 (CUDA interpreted: 1, 2 and 2). CUDA's scan has at
     most 32 warps; Triton's has a tile of another shape for more than 32 chunks."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
@@ -231,7 +231,7 @@ def test_as_many_chunks_as_a_block_has_warps(target, tokens):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """GPU kernels split requests into chunks, chunks into tiles, and experts into windows of 1024. Here are two chunks
+    """GPU kernels split choices into chunks, chunks into tiles, and experts into windows of 1024. Here are two chunks
     of several tiles (CUDA: of two and one; interpreted: of one and none) and one or two windows. With a capacity the
     first and the last expert drop requests. Every third token has no expert."""
     if target.backend == "triton":
@@ -260,8 +260,8 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """GPU kernels split requests into at most 1024 chunks of tiles. Here are 1025 tiles of 32 requests (CUDA: of 1024),
-    so every chunk but the last has two tiles."""
+    """GPU kernels split choices into at most 1024 chunks of tiles. Here are 1025 tiles of 32 choices (CUDA: of 1024),
+    so a chunk has two tiles, the last one in use one."""
     if target.interpreted:
         pytest.skip("interpreted kernels would take a minute for so many programs")
     tokens = 524800 if target.backend == "cuda" else 16400
@@ -445,7 +445,7 @@ def test_bad_input_is_named(call, error, words):
         call()
 
 
-# --- the dense view, torch's tools ----------------------------------------------------------------------------------
+# --- the dense view, missing kernels --------------------------------------------------------------------------------
 
 
 def test_padded_and_back():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 
@@ -210,6 +211,30 @@ def test_errors_of_approximate_instructions_are_bounded_and_repeat():
     assert not torch.equal(results[1], results[2])
     for result in results:
         assert ((result.double() - exact) / exact).abs().max() <= 2**-22
+
+
+@pytest.mark.parametrize(("name", "exact", "bound"), [("lg2", torch.log2, 2**-22), ("sin", torch.sin, 2**-20.5)])
+def test_absolute_errors_of_approximate_instructions_are_bounded(name, exact, bound):
+    body = f"ld.global.f32 %f0, [%d3]; {name}.approx.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
+    x = torch.linspace(0.51, 1.99, 1024)
+    results = [run(body, x, threads=1024, seed=seed) for seed in range(8)]
+    errors = torch.stack(results[1:]).double() - exact(x.double())
+    assert bound / 2 < errors.abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("s32.f32", 0), ("u32.f32", 0), ("s64.f32", 1 << 63), ("u32.f64", 1 << 31)]
+)
+def test_nan_as_an_integer(kind, expected):
+    """0, or only the highest bit set if a type has 64 bits (PTX ISA 9.0, cvt)."""
+    to, source = ("%d6" if "64." in kind else "%r3"), ("%d5" if ".f64" in kind else "%f0")
+    body = f"""
+    ld.global.f32 %f0, [%d3];
+    cvt.f64.f32 %d5, %f0; mov.b64 %d6, 0; cvt.rzi.{kind} {to}, {source};
+    """
+    body += "st.global.b64 [%d1], %d6;" if "64." in kind else "cvt.u64.u32 %d6, %r3; st.global.b64 [%d1], %d6;"
+    out = run(body, torch.tensor([math.nan]), threads=1, out=torch.zeros(1, dtype=torch.int64))
+    assert out.item() % 2**64 == expected
 
 
 def test_mma_of_fragments():

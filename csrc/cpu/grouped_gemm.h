@@ -16,7 +16,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Terms of a sum that are added at a time: a packed panel (tiles.h) has at most 32 KB, or 64 KB of pairs (pairs.h).
+// Terms of a sum, or pairs of terms (pairs.h), that are added at a time: a packed panel (tiles.h) has at most 32 KB, or
+// 64 KB of pairs.
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
@@ -76,7 +77,8 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
 }
 
 // sums (R, dout): the rows of each expert e times its weight (din, dout), with element (k, j) at e * stride_e + k *
-// stride_k + j * stride_j. If `by_torch` is not null, it holds the sums, computed by torch.
+// stride_k + j * stride_j. If `by_torch` is not null, it holds the sums from torch, with AMX plus
+// the bias.
 template <class T>
 struct GroupedGemm {
   GatheredRows<T> x;

@@ -26,7 +26,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cpu")  # unlike `from ... import`, its error names no path
+    module: Any = import_module("moe_kernels._cpu")  # if the file is missing, its error names no path
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 

@@ -24,15 +24,15 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path
+    module: Any = import_module("moe_kernels._cuda")  # if the file is missing, its error names no path
 except ImportError as error:
     module = None
-    _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"
+    _not_built = f"the CUDA extension is not built or does not load ({error}); install with nvcc on the PATH"
 
 # tests/simt and tests/ptx run the launchers on CPU tensors: they replace `module`, and set device_type to "cpu".
 device_type = "cuda"
 
-PLAN_TILE = 1024  # requests (a token's choice of an expert) that a block of csrc/cuda/plan.cu reads at a time
+PLAN_TILE = 1024  # choices that a block of csrc/cuda/plan.cu reads at a time
 
 _self = sys.modules[__name__]
 
@@ -48,12 +48,12 @@ def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
 
 
 def chunks(elements: int) -> int:
-    """Number of scratch buffers: 0, since these kernels use shared memory."""
+    """Number of scratch buffers of gates: 0, since their kernels use shared memory."""
     return 0
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for make_plan: how often each chunk of requests names each expert, (chunks, E).
+    """Scratch for make_plan: how often each chunk of choices names each expert, (chunks, E).
 
     There are at most 1024 chunks, and fewer above 4096 experts: counts of two or more chunks take at most 16 MiB.
     """
@@ -64,8 +64,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Scratch for each matrix, (B, bytes). For n <= 64 it ends with a flag of 8 bytes: whether the matrix needs the
-    logarithmic form. For n > 64 it ends with a matrix: of doubles in backward; in forward of floats, or none if p is
-    float32. In backward two vectors of n doubles for each iteration come first."""
+    logarithmic form (csrc/cuda/sinkhorn.cu). For n > 64 it ends with a matrix: of doubles in backward; in forward of
+    floats, or none for float32 scores. In backward two vectors of n doubles for each iteration come first."""
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)

@@ -126,7 +126,7 @@ class MaskedLinear(nn.Linear):
     The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero. If known
     masks are passed as bits instead of scores, this gradient is zero even for a NaN or infinite pre-activation. The
     output has the dtype of f(W x + b). If scores and values differ in dtype, both are converted to their common dtype
-    for the selection; this conversion is exact.
+    for the selection, which is exact for floating-point scores.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -330,7 +330,7 @@ class CometMLP(nn.Module):
         """
         if samples is not None:
             if bits is None:
-                raise ValueError("CometMLP: samples must be None without bits, as they are rows of bits; got a tensor")
+                raise ValueError("CometMLP: samples must be None without bits, whose rows they select")
             bits = _rows_of_samples(bits, samples, x)
         elif bits is None and not self.dense:
             bits = self.router(x)

@@ -12,8 +12,8 @@ of ones, w' is w transposed). Then for t from last to first
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
     A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
 
-and at the end dS /= tau. Where P is exactly 1, the terms w and -w of dS then cancel exactly. Terms w / tau and -w / tau
-might not: one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
+and at the end dS /= tau. Dividing only at the end lets terms w and -w cancel exactly where P is 1; of w / tau and
+-w / tau one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
 the gradient is implicit. Kernels compute the potentials again and store O(n) numbers for each iteration in backward.
 
 Kernels can scale exp((S - row maximum) / tau) by vectors if the range of S / tau in each row is small. Otherwise, and
@@ -77,11 +77,11 @@ def sinkhorn(
             iteration to tau in the last; potentials, in units of scores, are kept. For normal scores and n = 8, 60
             iterations from 1 to 1e-7 mostly reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
         rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
-            and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise the iteration
-            does not converge.
+            and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise gradients may
+            be NaN, and sums of rows others than prescribed.
         noise: like scores, added to them; Gumbel noise gives Gumbel-Sinkhorn.
         tolerance: a matrix takes no further iteration once each of its row and column sums is within `tolerance` of 1
-            (or of rows and columns). It cannot be combined with anneal_from.
+            (or of rows and columns), those of -inf alone left out. It cannot be combined with anneal_from.
         backend: "reference", "cpu", "triton" or "cuda" (the last two up to n = 1024); None: automatic choice (see
             moe_kernels.explain).
 

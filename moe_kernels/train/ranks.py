@@ -15,7 +15,7 @@ import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
 class ParallelRun(Run):
     """A run in which this process is one of several ranks."""
 
-    ranks: Ranks = None  # type: ignore[assignment]  # dataclasses have no required field after optional ones
+    ranks: Ranks = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,11 +132,11 @@ class ParallelRun(Run):
 
     def evaluate(self) -> Row:
         rows = [super().evaluate()]
-        dist.broadcast_object_list(rows, 0)  # `stopped` depends on the rows, so they must be equal on all ranks
+        dist.broadcast_object_list(rows, 0)  # early stopping (Run.stopped) must be the same on all ranks
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
-        """The mean of the ranks' counts, which differ: a rank computes its experts for the rows of all ranks."""
+        """The mean of the ranks' counts, which differ: a rank computes its experts for rows of other ranks too."""
         found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return found.item() / self.ranks.size
@@ -168,7 +168,7 @@ class ParallelRun(Run):
         _disable_fused(self._groups)
 
     def _routing(self, batch: Batch) -> Sequence[Routing]:
-        """The routing of the whole batch; every rank routes its own samples."""
+        """The routing of the batch: that of every rank's `part`, one after the other."""
         own, _ = part(batch, self.ranks.rank, self.ranks.size)
         found = []
         with rank_random(self, self.ranks.rank):
@@ -266,7 +266,7 @@ def _disable_fused(groups: list[dict[str, Any]]) -> None:
 
 
 def _gather(value: Any) -> Any:
-    """The value with all sharded tensors gathered, in any containers."""
+    """The value with all sharded tensors gathered, also in dicts, lists and tuples."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json recipe, options and data set."""
+"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json recipe, options and data set.
+
+SIDE is one of the models that the recipe compares.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Trained:
     """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
     recipe: the recipe with its options. data: a data set of the same kind, with zeros for samples; its `classes`
-    (images) or `vocabulary` (bytes of text, but not with --bert) names the columns of a prediction.
+    (images) or `vocabulary` (bytes of text) names the columns of a prediction, except for `moebert --bert`.
     """
 
     recipe: Recipe

@@ -84,7 +84,7 @@ def demangled(name: str) -> str:
 
 def slot(size: int) -> int:
     """Bytes of a register of 32 lanes with `size` bytes each; size 0 is a predicate, one bit a lane. At least 64, since
-    the executor keeps a word of undefined lanes for every 64 bytes."""
+    the executor has a 64-bit mask of undefined lanes for every 64 bytes."""
     return max(32 * size, 64)
 
 

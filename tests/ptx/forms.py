@@ -1,4 +1,4 @@
-"""Decodes instructions into records: the operation's name, and the sizes of the operands."""
+"""Chooses the executor's operation and the size of each operand for a PTX instruction."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ _gpu = GPUS[80]
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which returns 80 for CPU
-    tensors."""
+    """Inside the block, launches see the GPU GPUS[which], and _grouped_configs.loop, which returns 80 for CPU
+    tensors, returns `which`."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
@@ -171,7 +171,6 @@ def share_compilations() -> None:
     import triton
     import triton.compiler
 
-    # A cache of its own, since the kernels in the user's cache are machine code.
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
     triton.compiler.compile = _locked_compile(triton.compiler.compile)
@@ -185,8 +184,8 @@ def install() -> None:
 
     import moe_kernels.backends.triton as kernels
 
-    # Overrides TRITON_INTERPRET, which tests set for other processes. Triton reads it when a function is decorated, and
-    # a compiled kernel cannot call an interpreted function.
+    # Overrides TRITON_INTERPRET, which tests set before they start a process. Functions decorated meanwhile would be
+    # interpreted, and a compiled kernel could not call them.
     triton.knobs.runtime.interpret = False
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

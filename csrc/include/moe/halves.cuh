@@ -1,4 +1,4 @@
-// Comparison and addition of two float16 numbers in a 32-bit register, in one instruction for both.
+// Compares or adds two registers of two float16 numbers each, half by half, in one instruction.
 #pragma once
 
 #include "moe/platform.cuh"

@@ -43,18 +43,18 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton specializes the kernel for K = 1, with 0.7 of the instructions. `weighted` is no constexpr, so that a layer
-# of experts needs one compiled kernel for the weighted sum in forward and the plain sum in backward.
+# Triton specializes the kernel for K = 1, which then executes 0.7 of the instructions. `weighted` is no constexpr, so
+# that a layer of experts needs one compiled kernel for the weighted sum in forward and the plain sum in backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous; not read unless weighted
     slot_row_ptr,  # (T, K)
     y_ptr,  # (T, D) contiguous
-    units_rows_R,  # row stride and D in units of UNIT elements
+    units_rows_R,  # row stride / UNIT
     T,
     K,
-    units,
+    units,  # D / UNIT
     weighted,
     UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
@@ -80,13 +80,13 @@ def _combine_bwd(
     expert_offsets_ptr,  # (E + 1)
     drows_ptr,  # (R, D) contiguous
     dweights_ptr,  # (T, K) contiguous
-    units_grad_T,  # row strides and D in units of UNIT elements
-    units_rows_R,
+    units_grad_T,  # row stride / UNIT
+    units_rows_R,  # row stride / UNIT
     T,
     K,
     E,
     R,
-    units,
+    units,  # D / UNIT
     UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     WHOLE: tl.constexpr,  # D <= BLOCK_D
     BLOCK_T: tl.constexpr,

@@ -111,17 +111,19 @@ void add_floats(Table& t) {
   half_arithmetic(t, "bf16", [](u16 x) { return from_bf16(x); }, [](f32 x) { return to_bf16(x); });
   half_arithmetic(t, "f16", [](u16 x) { return from_f16(x); }, [](f32 x) { return to_f16(x); });
   packed_comparisons(t);
-  ternary<f32, f32, f32, f32>(t, "fma.rm.f32", [](f32 x, f32 y, f32 z) { return fma_down(x, y, z); });
+  ternary<f32, f32, f32, f32>(t, "fma.rm.f32", [](f32 x, f32 y, f32 z) { return one_nan(fma_down(x, y, z)); });
   ternary<f32, f32, f32, f32>(t, "fma.ftz.f32", [](f32 x, f32 y, f32 z) {
-    return flush(std::fma(flush(x), flush(y), flush(z)));
+    return one_nan(flush(std::fma(flush(x), flush(y), flush(z))));
   });
-  binary<f32, f32, f32>(t, "add.ftz.f32", [](f32 x, f32 y) { return flush(flush(x) + flush(y)); });
-  binary<f32, f32, f32>(t, "sub.ftz.f32", [](f32 x, f32 y) { return flush(flush(x) - flush(y)); });
-  binary<f32, f32, f32>(t, "mul.ftz.f32", [](f32 x, f32 y) { return flush(flush(x) * flush(y)); });
+  binary<f32, f32, f32>(t, "add.ftz.f32", [](f32 x, f32 y) { return one_nan(flush(flush(x) + flush(y))); });
+  binary<f32, f32, f32>(t, "sub.ftz.f32", [](f32 x, f32 y) { return one_nan(flush(flush(x) - flush(y))); });
+  binary<f32, f32, f32>(t, "mul.ftz.f32", [](f32 x, f32 y) { return one_nan(flush(flush(x) * flush(y))); });
   unary<f32, f32>(t, "abs.ftz.f32", [](f32 x) { return flush(std::fabs(x)); });
-  binary<f32, f32, f32>(t, "div.full.f32", [](f32 x, f32 y) { return quotient(x, y); });
-  binary<f32, f32, f32>(t, "div.full.ftz.f32", [](f32 x, f32 y) { return flush(quotient(flush(x), flush(y))); });
-  binary<f32, f32, f32>(t, "div.approx.f32", [](f32 x, f32 y) { return quotient(x, y); });
+  binary<f32, f32, f32>(t, "div.full.f32", [](f32 x, f32 y) { return one_nan(quotient(x, y)); });
+  binary<f32, f32, f32>(t, "div.full.ftz.f32", [](f32 x, f32 y) {
+    return one_nan(flush(quotient(flush(x), flush(y))));
+  });
+  binary<f32, f32, f32>(t, "div.approx.f32", [](f32 x, f32 y) { return one_nan(quotient(x, y)); });
   unary<f32, f32>(t, "sqrt.ftz.f32", [](f32 x) { return flush(std::sqrt(flush(x))); });
   unary<f32, f32>(t, "rcp.ftz.f32", [](f32 x) { return flush(1 / flush(x)); });
   unary<f32, f32>(t, "ex2.approx.f32", [](f32 x) { return ex2(x); });

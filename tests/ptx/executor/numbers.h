@@ -49,16 +49,17 @@ inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
-// For add, sub, mul, div and fma: every NaN result in f32 has the same bits.
+// For add, sub, mul, div and fma: every NaN result in f32 gets the same bits.
 inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
 inline f64 one_nan(f64 x) { return x; }
 
-// Float to integer: NaN becomes 0, a value out of range becomes the nearest limit.
+// Float to integer: a value out of range becomes the nearest limit. NaN becomes 0 or, if F or I has 64 bits, the
+// integer in which only the highest bit is set.
 template <class I, class F>
 inline I saturated(F x) {
   constexpr F low = static_cast<F>(std::numeric_limits<I>::min());
   constexpr F high = static_cast<F>(std::numeric_limits<I>::max() / 2 + 1) * 2;
-  if (x != x) return 0;
+  if (x != x) return sizeof(F) == 8 || sizeof(I) == 8 ? static_cast<I>(u64(1) << (8 * sizeof(I) - 1)) : 0;
   if (x <= low) return std::numeric_limits<I>::min();
   if (x >= high) return std::numeric_limits<I>::max();
   return static_cast<I>(x);
