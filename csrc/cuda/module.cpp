@@ -1,4 +1,5 @@
-// The Python module moe_kernels._cuda: launchers, versions of CUDA's runtime and driver, and compiled architectures.
+// The Python module moe_kernels._cuda: the launchers of ops.h, the versions of CUDA's runtime and driver, and the
+// architectures for which the kernels are compiled.
 
 #include <cuda_runtime_api.h>
 

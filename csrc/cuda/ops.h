@@ -1,10 +1,11 @@
 // Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`; it neither allocates memory nor waits
-// for the kernels. It returns cudaErrorInvalidValue for an argument outside its limits, else the error of the launch.
-// The Python module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// until the kernels finish. It returns cudaErrorInvalidValue for sizes or codes that its kernels cannot take, else what
+// CUDA returns. MOE_CUDA_OPS, at the end, lists the launchers for the Python module (module.cpp) and for the tests that
+// run the kernels on the CPU (tests/simt).
 //
-// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h. Sizes: T tokens, K choices per token, or trees, E
-// experts, R rows of a plan, B matrices; D, Din, Dout, H and P features. Strides count elements from one row, token,
-// expert or matrix to the next, unless a comment says otherwise.
+// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h, unless a comment says otherwise. Sizes: T tokens,
+// K choices of a token (tree gates: K trees), E experts, R rows of a plan, B matrices; D, Din, Dout, H and P features.
+// Strides count elements from one row, token, expert or matrix to the next, unless a comment says otherwise.
 //
 // A routing plan gives a row to each choice that an expert keeps. Rows are sorted by expert: expert e has the rows from
 // expert_offsets[e] to expert_offsets[e + 1] - 1. Rows from expert_offsets[E] on are not in use. row_token and
@@ -28,8 +29,10 @@ cudaError_t kwta_fwd(int dtype,
                      int32_t* bits,  // (rows, ceil(n / 32)): bit i of word w is 1 if element 32 w + i wins; or nullptr
                      uint8_t* mask,  // (rows, n): 1 for winners, else 0; or nullptr
                      int64_t rows, int64_t n, int64_t k,
-                     int ties,  // which win if too many elements equal the k-th largest: 0 the first, 1 none, 2 all
-                     float z,  // standard normal quantile of 1 - (k - 0.5) / n, for the first guess of the threshold
+                     int ties,  // if more elements equal the k-th largest than can win: 0 the first win, 1 none, 2 all
+                     // First guess of the threshold, in standard deviations above the mean; results do not depend on it.
+                     // Best: the standard normal quantile of 1 - (k - 0.5) / n, or 0 if k is 0 or n.
+                     float z,
                      cudaStream_t stream);
 
 // dx = grad where the bit is 1, else +0, also where grad is NaN or infinite.
@@ -41,7 +44,7 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      int64_t rows, int64_t n, cudaStream_t stream);
 
 // The experts of each token's k largest logits, in descending order, and their softmax weights. NaN is larger than
-// +inf. Of equal logits the lower expert comes first.
+// +inf. Of equal logits that of the lower expert index comes first.
 cudaError_t topk_gate_fwd(int dtype,
                           const void* logits,  // (T, E), last dimension contiguous
                           int64_t stride,
@@ -61,7 +64,8 @@ cudaError_t topk_gate_bwd(int dtype,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests.
+// The routing plan. A request is a token's choice of an expert. In visiting order, an expert keeps its
+// first `capacity` requests.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; an id outside [0, E) names no expert
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
@@ -122,11 +126,13 @@ cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // (B): 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
+                         void* scratch,  // per matrix: 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         double tolerance,  // stops once all sums are this close to rows and columns; negative: never
+                         // A matrix stops once all its sums are this close to rows and columns. Negative: never, as it
+                         // must be without rows and columns.
+                         double tolerance,
                          cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,
@@ -135,7 +141,7 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // (B): float64 (iterations, 2, n), then (n, n) if n > 64, else 8 bytes
+                         void* scratch,  // per matrix: float64 (iterations, 2, n), then 8 bytes if n <= 64, else (n, n)
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums
@@ -149,7 +155,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              const int32_t* row_token,  // (R), -1 for a row of zeros; or nullptr
                              const void* weight,         // (E, Din, Dout); Dout contiguous, or Din if transposed
                              int64_t expert_stride,
-                             int64_t weight_stride,      // elements along Din, or along Dout if transposed
+                             int64_t weight_stride,      // step along Din, or along Dout if transposed
                              int transposed,
                              const int32_t* expert_offsets,  // (E + 1)
                              const void* bias,           // (E, Dout), last dimension contiguous, or nullptr
@@ -193,8 +199,9 @@ cudaError_t activation_bwd(int dtype,            // bfloat16 or float16
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
 // The backward pass of an expert MLP down to its hidden units. For a row r of expert e with token t, let h = act(pre_r)
-// and a = grad_t W_e. Then dpre_r = row_weight_r a act'(pre_r), weighted_r = row_weight_r h, and partial_ir = <h, a>
-// over columns 128 i to 128 i + 127, plus <b_out_e, grad_t> if i = 0. All are zero from row expert_offsets[E] on.
+// and a = grad_t W_e. Then dpre_r is the dpre_r of activation_bwd for grad_r = row_weight_r a, weighted_r is
+// row_weight_r h, and partial_ir is <h, a> over the columns c with floor(c / 128) = i, plus <b_out_e, grad_t> if i = 0.
+// All three are zero from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or float16
                                   const void* grad,          // (T, D), or (R, D) without row_token; D contiguous
                                   int64_t grad_stride,
@@ -213,7 +220,8 @@ cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or floa
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
-// partial_ir = sum of squares of rows_r W_e + b_e over columns 128 i to 128 i + 127; 0 from row expert_offsets[E] on.
+// partial_ir = sum of the squares of rows_r W_e + b_e over the columns c with floor(c / 128) = i, for the rows r of
+// expert e; 0 from row expert_offsets[E] on.
 cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                const void* rows,     // (R, Din), last dimension contiguous
                                int64_t rows_stride,
@@ -225,9 +233,10 @@ cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                float* partial,       // (max(ceil(Dout / 128), 1), R)
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// The tree gate after its matrix products. leaf_probs_tji is the product of the branch probabilities on the path to
-// leaf i of tree j. The term of a leaf is w_tji exp(leaf_logits_tji), with w = leaf_probs + epsilon, or 0 if leaf_probs
-// < least. gates_ti is the sum of the terms of leaf i over the trees j, divided by the sum of all terms of token t.
+// The tree gate after its matrix products. leaf_probs_tji is the product of the branch probabilities (smooth steps of
+// the split logits, see moe/tree.cuh) on the path to leaf i of tree j. The term of a leaf is
+// (leaf_probs_tji + epsilon) exp(leaf_logits_tji), or 0 if leaf_probs_tji < least. gates_ti is the sum of the terms of
+// leaf i over the trees j, divided by the sum of all terms of token t.
 cudaError_t tree_gate_fwd(int dtype,
                           const void* split_logits,  // (T, K, E - 1) contiguous, nodes in heap order
                           const void* leaf_logits,   // (T, K, E) contiguous, leaves from left to right
@@ -248,8 +257,8 @@ cudaError_t tree_gate_bwd(int dtype,
                           int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
                           float least, cudaStream_t stream);
 
-// Finds the likeliest leaf of each tree by a search from the root. The weights are a softmax of these leaves' logits,
-// summed over the trees that chose the same expert.
+// Finds the likeliest leaf of each tree by a search from the root, and chooses its expert. The weights are a softmax of
+// these leaves' logits, summed over the trees that choose the same expert.
 cudaError_t tree_route_fwd(int dtype,
                            const void* x,             // (T, P), last dimension contiguous
                            int64_t x_stride,
@@ -260,7 +269,7 @@ cudaError_t tree_route_fwd(int dtype,
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): number of inner nodes whose weights were read
-                           // (T, K): 1 if an inner node at least as likely as the leaf has two possible branches
+                           // (T, K): 1 if an inner node at least as likely as the chosen leaf is not saturated, else 0
                            uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

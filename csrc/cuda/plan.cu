@@ -2,8 +2,8 @@
 // order and split into chunks. The slot of a request is the number of earlier requests to the same expert. A request
 // whose slot is below the capacity is kept: its row is the expert's first row plus the slot.
 //   plan_count_kernel   counts each chunk's requests to each expert
-//   plan_scan_kernel    replaces each count by the sum of the expert's counts over earlier chunks
-//   plan_rank_kernel    reads the chunks again, tile by tile, and writes each request's row
+//   plan_scan_kernel    writes `requested`; replaces each count by the sum of the expert's counts over earlier chunks
+//   plan_rank_kernel    reads the chunks again, tile by tile, and writes the plan
 // Atomics only count, in shared memory: sums of integers do not depend on the order.
 #include <algorithm>
 
@@ -16,9 +16,9 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 4;                 // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;  // requests: T = 32768, K = 8 are 256 tiles for the 132 SMs of an H100
-constexpr int kWindow = 1024;                 // most experts of a block, in up to 40 KiB of shared memory
+constexpr int kPerThread = 4;                 // requests of a tile that a thread has
+constexpr int kTile = kThreads * kPerThread;  // requests that a block reads at a time
+constexpr int kWindow = 1024;                 // most experts of a block: 40 KiB of shared memory in plan_rank_kernel
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
 template <class Index>
@@ -64,7 +64,7 @@ struct Tile {
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
-    int64_t id[kPerThread];  // past the end, the id of the last request: so there is no branch between the loads
+    int64_t id[kPerThread];  // past the end the id of the last request, so that no load needs a branch
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(number(i), requests.total - 1));
 #pragma unroll
@@ -134,7 +134,8 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Each block computes the first row of every expert: this saves a launch. Returns the number of rows in use.
+// Each block computes the first row of every expert, which saves a launch, and puts those of its window into `offset`.
+// Returns the number of rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
                      const int32_t* counts) {  // (chunks, E): requests to each expert in earlier chunks
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
-  int32_t* const slots = shared;                         // (kWarps, width): a warp's request count, then its next slot
+  int32_t* const slots = shared;                         // (kWarps, width): counts of each warp, then its next slots
   int32_t* const next = shared + kWarps * window.width;  // (width): next slot of each expert
   int32_t* const offset = next + window.width;           // (width): first row of each expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

@@ -1,6 +1,5 @@
 // Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
-// matrix stays in the registers of a thread, of lanes of a warp or of a block. A larger one is read from memory in
-// every iteration (sinkhorn_streamed.h). There are two forms:
+// matrix stays in the registers of 1 to 256 threads, a larger one in memory (sinkhorn_streamed.h). There are two forms:
 // * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Takes less
 //   time, but is possible only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
@@ -12,9 +11,9 @@
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
 // * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
-//   The t iterations that remain add entries of A and B, each at most 1, times numbers whose absolute values sum to at
-//   most 2 t sum |dg|. The loop stops once t sum |dg| <= 2^-45 w, w = sum |P * dP|: this leaves out less than 6e-14 w.
-// The scaled backward is in double; backends/triton/_sinkhorn_scaled.py gives the errors of float.
+//   An iteration adds B_ij dg_j + A_ij df_i to dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
+//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. Each tau dS_ij then lacks less than 6e-14 sum |P * dP|.
+// The scaled backward pass is in double; backends/triton/_sinkhorn_scaled.py tells how large the errors of float are.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -101,8 +100,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two saved vectors of each iteration, (iterations, 2, n). Scaled form: u (if Team::kEarly) and v. Logarithmic form:
-// column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
+// Two vectors of each iteration, saved for backward: (iterations, 2, n). Scaled form: u (if Team::kEarly) and v.
+// Logarithmic form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
 template <class Team>
 struct History {
   double* data;
@@ -146,8 +145,9 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. An iteration computed u from the previous v,
-  // here w, and then v. Its backward: y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. An iteration computes u = 1 / (k w) from
+  // the previous v, here called w, and then v = 1 / (k^T u). Its backward pass, with elementwise products of vectors:
+  // y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
@@ -169,7 +169,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // Small matrices compute u again instead of reading it: `history` then holds v alone.
+    // Without kEarly (n <= 8) `history` holds v alone, and u is computed again.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {

@@ -1,4 +1,5 @@
-// Sinkhorn's iteration (sinkhorn.cu) on matrices too large for registers. A block reads its matrix in every iteration.
+// Sinkhorn's iteration (sinkhorn.cu) for n > 64: a block takes one matrix. Every iteration reads it, or k in the scaled
+// form, from memory.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +51,8 @@ class Streamed {
     for_columns([&](int j) { mine[j] = value; });
   }
 
-  // Calls each(j, total) with the warps' partial values of column j combined, and sets all partial values to `next`.
+  // Combines the warps' partial values of each column j into `total`, calls each(j, total), and sets all partial values
+  // to `next`.
   template <class T, class Combine, class Each>
   __device__ void collect(T* partials, Combine combine, T next, Each each) const {
     __syncthreads();
@@ -108,8 +110,9 @@ class Streamed {
     __syncthreads();
   }
 
-  // One iteration of Potentials (sinkhorn_tile.h). If all sums are within the tolerance before it, returns false and
-  // keeps f, g, anchor and logs. `partial` must be -inf before a call, and is -inf after a call that returned true.
+  // One iteration, as Potentials::iterate (sinkhorn_tile.h). If all sums are within the tolerance before it, returns
+  // false and leaves f, g, anchor and logs as they were. `partial` must be -inf before a call, and is -inf again after
+  // a call that returns true.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -155,7 +158,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a column of exp(scores / tau) of this thread has a sum outside the tolerance. Skips columns of -inf alone.
+  // Whether one of this thread's columns of exp(scores / tau) has a sum outside the tolerance. Columns of -inf alone do
+  // not count.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
