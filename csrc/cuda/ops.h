@@ -30,7 +30,7 @@ cudaError_t kwta_fwd(int dtype,
                      uint8_t* mask,  // (rows, n): 1 for winners, else 0; or nullptr
                      int64_t rows, int64_t n, int64_t k,
                      int ties,  // if more elements equal the k-th largest than can win: 0 the first win, 1 none, 2 all
-                     // First guess of the threshold, in standard deviations above the mean; results do not depend on it.
+                     // First guess of the threshold, in standard deviations above the mean. It changes no result.
                      // Best: the standard normal quantile of 1 - (k - 0.5) / n, or 0 if k is 0 or n.
                      float z,
                      cudaStream_t stream);
@@ -64,8 +64,8 @@ cudaError_t topk_gate_bwd(int dtype,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan. A request is a token's choice of an expert. In visiting order, an expert keeps its
-// first `capacity` requests.
+// The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests,
+// in visiting order.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; an id outside [0, E) names no expert
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...

@@ -12,7 +12,7 @@
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
 // * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
 //   An iteration adds B_ij dg_j + A_ij df_i to dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
-//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. Each tau dS_ij then lacks less than 6e-14 sum |P * dP|.
+//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. They would add less than 6e-14 sum |P * dP| to dS_ij.
 // The scaled backward pass is in double; backends/triton/_sinkhorn_scaled.py tells how large the errors of float are.
 #include "moe/launch.cuh"
 #include "ops.h"

@@ -93,7 +93,7 @@ class Streamed {
     return __syncthreads_or(logarithmic) ? Form::logarithmic : Form::scaled;
   }
 
-  // Computes the potential of row i from g: most + tau log_sum. T: the type of exponentials.
+  // Computes the potential of row i from g: most + tau log_sum. Exponentials are computed in the type T.
   template <class T>
   __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
     most = -infinity();
