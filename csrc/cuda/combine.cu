@@ -8,15 +8,16 @@
 namespace moe {
 namespace {
 
-// kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles at the same time.
+// kBatch: rows that a thread loads at the same time. kChoices: choices that a backward block handles in one pass over
+// its token's row of the gradient.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM, so up to 48 registers a thread. Without this bound nvcc 13.0 uses 32 in the forward kernel for vectors
-// of float32, which then loads one row after the other.
+// Least number of blocks per SM; a thread may then use 48 registers. Without this launch bound nvcc 13.0 gives the
+// forward kernel for vectors of float32 only 32 registers, and it loads one row after the other.
 constexpr int kBlocks = 5;
 
-// Piece `v` (zeros unless `inside`) and the weight of kBatch rows. For a dropped choice or a choice past `count`: row
-// -1, zeros and weight 0.
+// For kBatch choices of a token: the row, the weight, and vector `v` of the row (zeros unless `inside`). For a dropped
+// choice or a choice past `count`: row -1, weight 0 and zeros.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];

@@ -6,8 +6,9 @@
 namespace moe {
 namespace {
 
-// Forward computed h = act(pre), and y as the sum of w (h W_out + b_out) over a token's rows, with row weights w. The
-// GEMM computes a = dy W_out^T. The epilogue stores w a act'(pre), w h and partial sums of dw = <h, a> + <b_out, dy>.
+// Forward computed h = act(pre), or act(gate) * linear if gated, and y, the sum of w (h W_out + b_out) over a token's
+// rows with row weights w. The GEMM computes a = dy W_out^T. The epilogue stores the gradient of pre, w h, and partial
+// sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D), or (R, D) without row_token: dy
@@ -16,17 +17,17 @@ struct Hidden {
   Bias<T> b_out;             // (E, D)
   int64_t dim;
   const float* row_weight;  // (R)
-  const T* pre;             // (R, H), or (R, 2 H) if gated
+  const T* pre;             // (R, H), or (R, 2 H) if gated: all gates, then all linear parts
   int activation;
   T* dpre;         // like pre
-  T* weighted;     // (R, H)
+  T* weighted;     // (R, H): w h
   float* partial;  // (column tiles, R)
   int64_t num_rows, hidden;
   bool vectorized, vectorized_bias;
 
   __host__ __device__ static constexpr bool gated_columns() { return false; }
 
-  // Returns this lane's part of <b_out, dy> for a row; LANES lanes share the sum.
+  // Returns this lane's part of <b_out, dy> for a row, which LANES lanes compute together.
   template <int LANES>
   __device__ float bias_share(const TileRows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;

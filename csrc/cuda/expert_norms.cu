@@ -1,4 +1,5 @@
-// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM sums squares, and stores only partial sums.
+// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM stores only the sum of squares over each tile's
+// columns.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 
@@ -26,7 +27,7 @@ struct Norms {
         read_sums(sums + row * Tile::kPitch + c, values);
         bias.add(rows.expert, columns.at(c), left, vectorized, values);
 #pragma unroll
-        for (int d = 0; d < kPiece; d++) {  // sums past the last column are x times zeros, NaN if x is infinite
+        for (int d = 0; d < kPiece; d++) {  // past the last column, values are x times zeros: NaN if x is infinite
           if (d < left) square = __fmaf_rn(values[d], values[d], square);
         }
       }

@@ -50,7 +50,7 @@ struct Activate {
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* grad,        // (R, H)
                                                                      int64_t grad_stride,
-                                                                     const T* pre,         // (R, H), or (R, 2 H)
+                                                                     const T* pre,         // (R, H); gated: (R, 2 H)
                                                                      T* dpre,              // like pre
                                                                      int activation, int64_t num_rows, int hidden,
                                                                      bool vectorized) {

@@ -1,5 +1,5 @@
-// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token. The rows
-// are not split among threads: this would change the order of the sum.
+// The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token. A token's rows
+// are not split among threads: that would change the order of the sum.
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"

@@ -1,5 +1,6 @@
-// The gradients of grouped GEMM to weights and bias, in one launch: x^T grad and the weighted sum of the rows of grad,
-// over each expert's rows. The first blocks compute dbias: they wait for memory while other blocks multiply.
+// The gradients of grouped GEMM to weights and bias, in one launch. Over each expert's rows, dweight is x^T grad, and
+// dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias: they wait for memory
+// while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -7,7 +8,8 @@
 namespace moe {
 namespace {
 
-// Tiles for rows that are not whole pieces of 16 bytes, or for fewer than kFewBlocks large tiles.
+// SmallTile: for fewer than kFewBlocks large tiles. SmallEvenTile and SmallUnalignedTile: for rows that start or end at
+// multiples of only 4 or 2 bytes.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
@@ -22,7 +24,7 @@ struct Gradient {
   int64_t grad_stride;
   const int32_t* grad_token;      // (R), or nullptr
   const int32_t* expert_offsets;  // (E + 1)
-  const float* row_weight;        // (R), or nullptr
+  const float* row_weight;        // (R), for dbias only; or nullptr: ones
   T* dweight;                     // (E, Din, Dout)
   T* dbias;                       // (E, Dout), or nullptr
   int64_t num_rows, num_experts, din, dout;
@@ -54,8 +56,8 @@ struct Target {
   }
 };
 
-// For dbias, a block sums 64 columns of an expert's rows of grad. A thread takes a piece of every (THREADS / 8)-th row,
-// and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
+// For dbias, a block sums up to 64 columns of an expert's rows of grad. A thread takes kPiece columns of every
+// (THREADS / 8)-th row, and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>
@@ -155,7 +157,7 @@ cudaError_t launch_wgrad(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
   call.vectorized_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
   call.bias_tiles = call.dbias ? static_cast<int>((call.dout + kBiasColumns - 1) / kBiasColumns) : 0;
-  const auto divides = [&](int64_t bytes) {  // whether rows start and end at multiples of `bytes`
+  const auto divides = [&](int64_t bytes) {  // whether rows of x and grad start and end at multiples of `bytes`
     return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
                        {call.x, call.grad});
   };

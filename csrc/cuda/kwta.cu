@@ -1,6 +1,7 @@
-// k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows (launch_rows) are read again in each pass.
-// Thresholds are keys: integers in the order of the values (moe/keys.cuh). A pass counts the elements that reach a
-// threshold, that is, are at least as large. The first threshold assumes a Gaussian row.
+// k-winner-take-all: a search for the k-th largest element of each row. A pass counts the row's elements that reach a
+// threshold, that is, are at least as large. The first threshold assumes a Gaussian row. Thresholds are keys: integers
+// in the order of the values (moe/keys.cuh). A row stays in registers (kwta_row.h), but the longest rows (launch_rows)
+// are read again in each pass.
 #include <algorithm>
 #include <cmath>
 
@@ -15,7 +16,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes before bisection. As rows may have many zeros, the last two try key 0, then key 1 if the lower bound is 0.
+// Passes before bisection. For rows with many zeros, the last but one tries key 0 if that is between the bounds, and
+// the last two try key 1 if the lower bound is 0.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -29,9 +31,9 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool other_values;  // values are not x
-  // Rows of x, values and y have the same offset modulo 16 bytes, rows of x and mask modulo 4 elements.
+  // Whether each row has the same offset modulo 16 bytes in x, values and y, and modulo 4 elements in x and mask.
   bool aligned;
-  float z;        // standard normal quantile of 1 - (k - 0.5) / n
+  float z;        // standard normal quantile of 1 - (k - 0.5) / n; 0 if k is 0 or n
   float spacing;  // mean distance between neighbours near z in a sorted row of n standard normal numbers
 };
 
@@ -41,7 +43,8 @@ struct Cut {
 };
 
 // Invariant: at least k elements reach key `low`, and at most k reach `high`. At the end high = low + 1, and `low` is
-// the k-th largest key unless exactly k elements reach `high`. A finished row stays so while others of its warp go on.
+// the k-th largest key unless exactly k elements reach `high`. More passes, which other rows of its warp may need, do
+// not change a row's winners.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -67,7 +70,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
     key = min(max(key, low + 1), high - 1);
     const int reached = team.sum(row.count(row.threshold(key)));
     const float here = Order::value(Order::bits(key));
-    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // past the last row
+    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // n is 0 past the last row
     if (surplus > 0) {
       low = key, low_count = reached, bottom = here;
     } else {
@@ -83,15 +86,15 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
 }
 
 // For a row in registers: this thread's winning ties (elements with key Cut::above - 1). The counts of two chunks
-// (kwta_row.h) share a 32-bit word: chunk c of all threads of a row has at most 4096 elements.
+// (kwta_row.h) share a 32-bit word: chunks c of all threads of a row have at most 4096 elements together.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
   static_assert(CHUNKS <= 32);
 
   uint32_t all = 0;  // bit c: all of this thread's ties in chunk c win
-  // partly: chunk in which some, but not all, ties of the row's lanes in this warp win. left: this many of the thread's
-  // ties win there, none if <= 0.
+  // partly: chunk in which some, but not all, ties of the row's lanes in this warp win. left: the first `left` ties of
+  // this thread win there, none if <= 0.
   int partly = -1, left = 0;
 
   template <class Row, class Team>
@@ -137,7 +140,7 @@ __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t 
   constexpr int kPerWord = R::kPerWord;
   row.reaching(row.edges, above, chosen);
   if (!team.any(needed > 0)) return;
-  uint32_t equal[R::kEdgeWords], here = 0;  // here: ties of the head in the lower half, of the tail in the upper half
+  uint32_t equal[R::kEdgeWords], here = 0;  // here: number of ties in the head (lower half) and tail (upper half)
   row.reaching(row.edges, tied, equal);
 #pragma unroll
   for (int w = 0; w < R::kEdgeWords; w++) {
@@ -212,7 +215,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
   int first = 0;  // position of chunk c of the row's first thread
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++, first += row.size * kVector) {
-    if (first >= ((p.n + 31) & ~31)) break;  // `bits` has whole words
+    if (first >= ((p.n + 31) & ~31)) break;  // flags are written up to the end of the last word of `bits`
     row.recompute_positions();
     const int position = row.position(c);
     uint32_t words[kWords], chosen[kWords];
@@ -242,7 +245,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
         write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, position, (row.n + 31) & ~31);
       } else {
         shifted.template put<kVector>(winners, position);
-        // Writes the complete words of a ring; `finish` writes the others, with the tail's flags.
+        // With a ring, writes the words whose flags are complete; `finish` writes the others, with the tail's flags.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }
@@ -298,7 +301,7 @@ constexpr int kMaxThreads = kLongest / kMostElements<T>;
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES lanes hold a row, ELEMENTS elements each: as few lanes as suffice, since a pass has a fixed cost in each lane.
+// LANES lanes hold a row, ELEMENTS elements each. launch_rows takes few lanes, since a pass has a fixed cost in each.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -312,8 +315,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// Least number of blocks per SM. Up to kLongest elements: three of 256 threads for 16 bits (80 registers a thread), two
-// of 512 for float32 (64 registers), but one for float32 with edges, which needs more registers. Longer rows: one.
+// Least number of blocks per SM. Up to kLongest elements: three of 256 threads for 16 bits (at most 80 registers a
+// thread), two of 512 for float32 (at most 64), but one for float32 with edges, which needs more. Longer rows: one.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -349,7 +352,7 @@ cudaError_t launch_rows(const Problem& p, cudaStream_t stream) {
   if (n <= kLongest) {
     return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 with edges needs more than the 64 registers of 1024 threads
+  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 with edges needs more registers than 1024 threads can have: 64
     constexpr int kThreadsHeld = 2 * kMaxThreads<T>;
     if (n <= kThreadsHeld * kMost) {
       return launch(kwta_block_kernel<T, WHOLE, kMost, kThreadsHeld>, blocks, threads, 0, stream, p);
@@ -363,7 +366,7 @@ struct RowLayout {
   int64_t stride, size;  // elements from row to row, and bytes of an element
 };
 
-// Whether rows of both tensors start at the same offset from a multiple of `vector` elements.
+// Whether each row starts at the same offset from a multiple of `vector` elements in both tensors.
 bool same_offset(const RowLayout& a, const RowLayout& b, int64_t vector) {
   const auto start = [](const RowLayout& rows) { return reinterpret_cast<intptr_t>(rows.first) / rows.size; };
   return (start(a) - start(b)) % vector == 0 && (a.stride - b.stride) % vector == 0;
@@ -380,7 +383,7 @@ cudaError_t launch_rows(Problem p, cudaStream_t stream) {
 }
 
 constexpr int kBackwardThreads = 256, kBackwardVectors = 4;
-constexpr int64_t kBackwardBlocks = 1024;  // most blocks for one row; a grid allows 65535 in y
+constexpr int64_t kBackwardBlocks = 1024;  // most blocks for one row
 
 template <class Bits, bool WHOLE>
 __global__ void __launch_bounds__(kBackwardThreads)
@@ -444,7 +447,7 @@ cudaError_t launch_bwd(const void* grad, int64_t grad_stride, const int32_t* bit
                static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
-constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: a position one block past the end still fits an int
+constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements; positions somewhat past the end of a row still fit an int
 
 }  // namespace
 

@@ -1,5 +1,6 @@
-// k-winner-take-all reads and writes a row in vectors of 16 bytes. The middle of a row is its whole vectors, aligned to
-// 16 bytes; its edges are up to kVector - 1 elements before the middle (head) and after it (tail).
+// k-winner-take-all reads and writes a row in vectors of 16 bytes. The middle of a row is its whole vectors that start
+// at multiples of 16 bytes. The row's edges are its head and tail: fewer than kVector elements before and after the
+// middle.
 #pragma once
 
 #include "moe/vector.cuh"
@@ -88,8 +89,8 @@ template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
 // The winners' flags of a row with edges, collected in shared memory. The head's flags are the last bits of byte 0, and
-// the flags of the middle start at byte 1. So the row starts at bit `shift`. With RING = 0 shared memory holds the
-// whole row, else a ring of RING words with the flags of four vectors of every thread.
+// the flags of the middle start at byte 1. So the row starts at bit `shift`. With RING = 0 `words` holds the flags
+// of the whole row, else it is a ring of RING words: the flags of four vectors of every thread.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
@@ -121,8 +122,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // Appends the tail's flags to those of the middle, and zeros up to the end of the last word. Writes the words that
-  // are left. put: number of elements for which `put` was called, those past the middle included.
+  // Appends the tail's flags to those of the middle, and zeros up to the end of the last word. Writes the words of
+  // `bits` that `drain` has not written. put: number of elements with flags from `put`, also past the middle.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

@@ -13,7 +13,8 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. Calls must not diverge in a warp.
+// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp must call
+// its functions together.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -59,7 +60,7 @@ struct Team {
     return lane_sum(value);
   }
 
-  // Returns the sum over the row's threads before this one; `total` receives the sum over all. Only if LANES is 0.
+  // For LANES = 0: returns the sum over the row's threads before this one. `total` receives the sum over all threads.
   __device__ int sum_before(int value, int& total) {
     const int inclusive = warp_inclusive_sum(value, lane);
     const int warp_total = exchange_warp_sums(value, *counts, turn);
@@ -90,9 +91,9 @@ struct Team {
   }
 };
 
-// Compares a plain row's elements with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
-// Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger ones are NaN.
-// A row with a NaN is not plain. `check` adds elements to `found`; a NaN makes it NaN, infinities may.
+// Compares elements of a plain row with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
+// Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger numbers become
+// NaN. A plain row has no NaN. `check` adds elements to `found`: a NaN makes it NaN, infinities may.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -115,7 +116,8 @@ struct Plain<float> {
 };
 
 // Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
-// registers; with 0 they are read again in each pass. A thread also holds EDGES elements of the head and of the tail.
+// registers; with 0 they are read again in each pass. A thread also holds EDGES elements of the head and EDGES of the
+// tail.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -127,7 +129,9 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // after convert(): registers hold elements, and NaN outside the row; if false, keys and 0
+  // The same for all rows of a warp. After convert(), registers hold elements if true, else keys; outside the row they
+  // hold NaN if true, else 0.
+  bool plain = true;
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 
@@ -200,7 +204,8 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads this thread's elements. Returns sums of a sample and its squares; the first is NaN if elements are not plain.
+  // Reads this thread's elements. Returns the sums of a sample and of its squares; the first is NaN if `check` found
+  // NaN.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
@@ -234,8 +239,7 @@ struct Row {
     return moments;
   }
 
-  // Converts registers to keys if the row is not plain. Sets elements outside a plain row to NaN, outside others to 0.
-  // `plain` must be set before.
+  // Converts registers to the form that `plain` stands for. `plain` must be set before.
   __device__ void convert() {
     if constexpr (kEdges) {
       uint32_t converted[kEdgeWords] = {};
