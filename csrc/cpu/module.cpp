@@ -1,5 +1,5 @@
-// The Python module moe_kernels._cpu: the kernels of ops.h. Each function takes two arguments before those of its
-// kernel: the index of an instruction set in `isas`, and whether to release the GIL.
+// The Python module moe_kernels._cpu: the functions of ops.h. Each takes two arguments before those of ops.h: the index
+// of an instruction set in the module's tuple `isas`, and whether to release the GIL.
 
 #include <optional>
 #include <string>
@@ -34,7 +34,7 @@ void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by
   m.def(name, [name, by_isa](size_t isa, bool release, const py::args& args) {
     const moe::Launcher& launcher = by_isa.at(isa);
     const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
-    // While another thread holds the GIL, taking it back may wait for sys.getswitchinterval(), 5 ms by default.
+    // Short calls keep the GIL: taking it back from another thread may take sys.getswitchinterval(), 5 ms by default.
     const auto released = release ? std::make_optional<py::gil_scoped_release>() : std::nullopt;
     return launcher.call(arguments.data());
   });

@@ -1,9 +1,9 @@
 // Routing plans on the CPU (definitions: python_ref/plan.py).
 //
-// make_plan finds the position of each request (a token's choice of an expert) among the requests to the same expert.
-// Tokens in visiting order are split into chunks. A first pass counts the requests of each chunk to every expert
-// (separately for each choice, if all first choices come before all second ones). A scan over the chunks turns counts
-// into first rows, and a second pass assigns the rows. Requests are not sorted.
+// make_plan_fwd finds the position of each request (a token's choice of an expert) among the requests to the same
+// expert. Tokens in visiting order are split into chunks. A first pass counts the requests of each chunk to every
+// expert (separately for each choice, if all first choices come before all second ones). A scan over the chunks turns
+// each count into the first row of the counted requests, and a second pass assigns the rows.
 
 #include "ops.h"
 
@@ -18,10 +18,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time, a cache line of a token's float32 scores
+constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time; one cache line of float32 scores
 constexpr int64_t kVisitBlock = 256;  // tokens in a block of Requests::walk with by_choice
 constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows: one cache line of int32
-constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time, so that their slot_row stays in the cache
+constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time; their slot_row stays in the cache
 
 // The arrays of a RoutingPlan (moe_kernels/plan.py).
 struct Plan {
@@ -39,9 +39,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for every choice of a chunk's tokens. request: its index in (T, K). With
-  // by_choice only the order within a choice matters. The chunk is then walked in blocks of kVisitBlock tokens, choice
-  // by choice within a block: writes alternate between E addresses, not K E, and the inner loop is long.
+  // Calls each(token, choice, request, expert) for every choice of a chunk's tokens; request = token * K + choice. With
+  // by_choice each choice has its own counts, so only the order of tokens within a choice matters. The chunk is then
+  // walked in blocks of kVisitBlock tokens, choice by choice within a block.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -79,7 +79,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: slot_row numbers the requests to an expert from 0 within a chunk (with by_choice, a choice of a chunk).
+  // First pass: slot_row numbers the requests to an expert from 0 in each chunk (with by_choice, in each choice of it).
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -106,7 +106,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     before[e] += here;
   });
   write_offsets(plan, num_experts, capacity, rows);
-  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the first row of its requests
+  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the row of the first request counted
   const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
@@ -117,7 +117,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       const bool keep = valid && row < end[expert];  // the expert has room for this request
       slot_row[request] = keep ? row : -1;
       if (keep) {
-        // Writes alternate between 2 E addresses; without this prefetch, waiting for them took a third of the time.
+        // Successive writes go to rows of different experts, far apart in memory.
         __builtin_prefetch(row_token + row + kPrefetchRows, 1);
         __builtin_prefetch(row_choice + row + kPrefetchRows, 1);
         row_token[row] = int32_t(token);
@@ -127,8 +127,9 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// The `capacity` highest of n keys: all keys greater than `above`, and the first `ties` of the keys equal to `above`.
-// They are found by bisection. The keys are padded to a multiple of kMaskBits with the lowest key.
+// The `capacity` highest of n keys (all of them if n <= capacity): the keys greater than `above`, and the first `ties`
+// of the keys equal to `above`. `of` finds `above` by bisection; it expects the keys padded to a multiple of kMaskBits
+// with the lowest Key.
 template <class F>
 struct Cutoff {
   typename F::Key above;
@@ -136,7 +137,7 @@ struct Cutoff {
 
   static Cutoff of(const typename F::Key* key, int64_t n, int64_t capacity) {
     using Key = typename F::Key;
-    // More than `capacity` keys are greater than low, and at most `capacity` are greater than high.
+    // In the loop, more than `capacity` keys are greater than low, and at most `capacity` are greater than high.
     Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;
     if (n <= capacity) return {low, 0};
     int64_t at_high = 0;
@@ -187,9 +188,9 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
   }
 }
 
-// Deferred acceptance: a token goes to its best expert that has room or holds a worse token; a displaced token is
-// placed again. Tokens and experts rank a pair by the same score, so only one assignment is stable, and the order of
-// tokens does not matter. The definition finds this assignment in descending order of scores.
+// plan_priority by deferred acceptance: a token goes to its best expert that has room or holds a worse token; the token
+// that a full expert gives up is placed again. Tokens and experts rank a pair by the same score, so only one assignment
+// is stable, whatever the order of the tokens. The definition finds it by visiting pairs in descending order of score.
 template <class F>
 class Matching {
  public:
@@ -235,7 +236,8 @@ class Matching {
   }
 
  private:
-  // The expert with the highest score for which accepts(key, expert) holds, the lowest of several; -1 if there is none.
+  // Of the experts for which accepts(key, expert) holds, the one with the highest score; of equal scores the lowest
+  // expert; -1 if it holds for none.
   template <class Accepts>
   int64_t best(int64_t token, Accepts accepts) const {
     const Key* score = scores_ + token * stride_;
@@ -254,7 +256,7 @@ class Matching {
 
   const Key* scores_;  // (T, E)
   int64_t stride_, num_experts_, capacity_;
-  Held* worst_;  // (E): worst token of a full expert; the lowest key if there is room, the highest if capacity is 0
+  Held* worst_;  // (E): worst token of a full expert; the lowest Key if it has room, the highest if capacity is 0
   Held* held_;   // (E, capacity): heaps with the worst token on top
 };
 

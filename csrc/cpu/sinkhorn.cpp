@@ -1,9 +1,10 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
-// Matrices of up to kPacked x kPacked elements are packed: each vector lane has another matrix. In larger matrices, the
-// elements of a row lie along the lanes. A thread reads a group of matrices (Stage) and computes it in parts (Part).
+// Matrices of up to kPacked x kPacked elements are packed: each lane of a vector holds a different matrix. Of a larger
+// matrix, a vector holds consecutive elements of a row. A thread reads a group of matrices (Stage) and computes it in
+// parts (Part).
 //
-// The iteration has three forms: scaling exp(S / tau) by vectors, in float or in double (sinkhorn_scaled.h;
+// The iteration has three forms: scaling exp(scores / tau) by vectors, in float or in double (sinkhorn_scaled.h;
 // sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
 // Prescribed sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form
 // that tau, the range and the type of its scores allow. The backward of both scaled forms is in double.
@@ -38,11 +39,11 @@ struct Call {
   struct {
     const double *rows, *columns;  // (batch, n) prescribed sums; null: ones, and no tolerance
     double tolerance;              // negative: none
-    double *drows, *dcolumns;      // (batch, n)
+    double *drows, *dcolumns;      // (batch, n) gradients
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices of a part in double, from matrix `first` on.
+// Calls each(matrix, lane) for every matrix of a Part in double whose first matrix is `first`.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);

@@ -1,7 +1,8 @@
 // Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). For each
 // row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau)).
-// For each column, g follows from f in the same way. A prescribed sum of a row or column divides its sum of exp. Anchor
-// and log_sum are stored separately, because 1 / tau would magnify the rounding error of anchor + tau log_sum.
+// For each column, g follows from f in the same way. If sums are prescribed, the sum in log_sum is divided by the
+// prescribed sum of the row or column. Anchor and log_sum are stored separately, because 1 / tau would magnify the
+// rounding error of anchor + tau log_sum.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// exp(x) counts as 0 for x below this: exp(-64) = 1.6e-28 is negligible even times 1 / tau = 1e7, as in a gradient.
+// exp(x) counts as 0 for x below this: exp(-64) = 1.6e-28 is negligible, even times 1 / tau = 1e7 in a gradient.
 constexpr double kNegligible = -64;
 
 // exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. In other
@@ -93,7 +94,8 @@ struct Potentials {
     }
   }
 
-  // Log of the matrix after the row step of an iteration, and after its column step. g_before: g before the iteration.
+  // Logarithms of the matrix elements in vector j of row i: after the row step of an iteration (g_before: g before the
+  // iteration), and after its column step.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -103,7 +105,7 @@ struct Potentials {
   }
 };
 
-// Largest |column sum of exp(score / tau) - prescribed sum|. A column of -inf counts as 0.
+// Largest |column sum of exp(score / tau) - prescribed sum| of a matrix. Columns of -inf alone are left out.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -119,8 +121,9 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets p.updated: 1 if the previous iteration updated the matrix and left a sum off by more than the tolerance. Errors
-// of row sums follow from the change of f. Column sums can be wrong only before the first iteration.
+// Sets p.updated: 1 if the previous iteration (if any) updated the matrix, and a sum was off by more than the tolerance
+// before this iteration; else 0. The error of a row sum follows from the change of f. Column sums can be off only
+// before the first iteration, since an iteration ends with the columns.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -182,6 +185,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
 }
 
 // Iterates until all iterations are done or the last one updated no matrix. Returns the number of iterations done.
+// state(t): the Potentials after iteration t; t = -1: before the first.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
   state(-1).clear(part.n, part.width());
@@ -236,10 +240,11 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    // For gradients of prescribed sums: f has the term -tau_t log(row sum), and df is the gradient of f / last tau.
+    // For gradients of prescribed sums: f has the term -tau_t log(prescribed row sum), g likewise for columns. df and
+    // dg are gradients with respect to f / (last tau) and g / (last tau).
     const double tau_ratio = taus(t) * last_inv_tau;
     const auto updates = load(p.updated) != 0.0;
-    // A matrix that iteration t did not update keeps df and dg; `next` becomes the dg of t - 1, so it receives this dg.
+    // A matrix that iteration t did not update keeps df and dg. Its dg is copied to `next`, the dg for t - 1.
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
       const Vec<double> all = load(dg + j), share = updates ? all / load(sums->columns + j) : Vec<double>{};

@@ -1,4 +1,5 @@
-// sinkhorn_scaled.h for n = 4, with unrolled loops. Two parts of a group (sinkhorn_stage.h) overlap their latencies.
+// scaled_forward and scaled_backward (sinkhorn_scaled.h) for packed matrices with n = 4, with unrolled loops. Two Parts
+// of a group (sinkhorn_stage.h) are computed together: one runs while the other waits for results.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -37,8 +38,8 @@ struct Small {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of[i][p] = 1 / sum over j of term(i, j, p). In double, two inverses come from one reciprocal, that of the product
-  // of two sums. kDoubleRange bounds the sums, so that the product is a normal number.
+  // of[i][p] = 1 / sum over j of term(i, j, p). In double, the inverses of two sums come from one reciprocal, that of
+  // their product. kDoubleRange bounds the sums, so that the product is a normal number.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
@@ -53,7 +54,7 @@ struct Small {
       }
     });
   }
-  // Adds the terms one after the other. (0 + 1) + (2 + 3) would have less latency, but makes backward 5 % slower.
+  // Adding in pairs, (term(0) + term(1)) + (term(2) + term(3)), has less latency, but makes backward 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -80,8 +81,8 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward, but df is multiplied by u once, at the start. The iterations run forward for both parts together,
-// and back for one part after the other, since h of both would not fit in registers.
+// As scaled_backward, but df, which is 0 after one iteration back, is multiplied by u before the loop. The iterations
+// run forward for both parts together, and back for one part after the other: h of both would not fit in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {

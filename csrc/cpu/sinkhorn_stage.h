@@ -13,11 +13,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. The
-// products u_i v_j (sinkhorn_scaled.h) are at most exp(range), and u and v stay far from overflow.
+// The scaled form in float, or in double, needs a range (maximum - minimum) of scores / tau below this in each row.
+// After an iteration, u_i v_j (sinkhorn_scaled.h) is at most exp(range), which is far from overflow.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
-// The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, and all results are NaN.
+// The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, so all
+// results are NaN; or the lane has no matrix.
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
 // The form of each matrix of a group. Bit f of `found` is set if a matrix has form f.
@@ -31,7 +32,7 @@ struct Forms {
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Divides scratch memory into arrays, each at a multiple of 64 bytes from its start.
+// Divides scratch memory into arrays, each at a multiple of 64 bytes from the start of the memory.
 class Arena {
  public:
   explicit Arena(char* room) : room_(room) {}
@@ -47,7 +48,7 @@ class Arena {
   char* room_;
 };
 
-// The sum, and the maximum, of all lanes of v, in every lane. If packed, lanes have different matrices: returns v.
+// The sum of all lanes of v (row_max: the maximum), in every lane. If packed, lanes hold different matrices: returns v.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -59,13 +60,13 @@ Vec<T> row_max(Vec<T> v) {
 }
 
 // The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: a group has one
-// matrix for each lane of two vectors, so that sinkhorn_small.h can overlap their latencies. Element (i, j) is `group`
-// numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
+// matrix for each lane of two vectors of Wide, since sinkhorn_small.h computes two Parts together. Element (i, j) is
+// `group` numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
 
-  int64_t n, row;  // n: rows, and columns, of a matrix; row: numbers in a row of `data`
+  int64_t n, row;  // matrices are n x n; row: numbers in a row of `data`
   Wide* data;
 
   Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
@@ -108,8 +109,8 @@ struct Stage {
         }
   }
 
-  // Whether whole groups can be read and written in squares of lanes x lanes elements, transposed in registers. One
-  // element at a time takes as long as twenty iterations at n = 4.
+  // Whether full groups can be read and written in squares of kLanes<Wide> x kLanes<Wide> elements, transposed in
+  // registers.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
 
@@ -162,18 +163,18 @@ struct Stage {
         lowest = -max(-lowest, -low);
         range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
-      // Raises `kind` to at least `least` in the lanes where `where` holds; kind == kind holds in every lane.
+      // Raises `kind` to at least `least` in the lanes where `where` holds. kind == kind is true in all lanes.
       const auto needs = [&](auto where, Form least) { kind = where ? max(kind, broadcast(Wide(least))) : kind; };
-      // float is too narrow for scores in double, or for a tau outside the range of ExpOfDifference (lanes.h).
+      // float is too narrow for scores in double; ExpOfDifference (lanes.h) needs tau between 1e-30 and 1e30.
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-      needs(lowest == -inf, Form::logarithmic);  // P is 0 where a score is -inf
+      needs(lowest == -inf, Form::logarithmic);  // `range` may miss a row of -inf alone
       if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }
-    std::fill(forms.each + count, forms.each + group, Form::broken);  // lanes without a matrix
+    std::fill(forms.each + count, forms.each + group, Form::broken);
     for (int64_t l = 0; l < count; ++l) forms.found |= 1u << int(forms.each[l]);
     return forms;
   }
