@@ -1,7 +1,7 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the
 // same name. plan.cpp, expert_mlp.cpp and tree_gate_products.cpp have the functions that CUDA lacks. Differences:
 //
-// * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is CUDA's z.
+// * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is called z in CUDA.
 // * dtype may also be float64, and element_size 8. Arrays that are float32 in CUDA are float64 if dtype is float64.
 // * gates and leaf_probs of the tree gate, and their gradients, are float64 if dtype is float64, else float32. gamma,
 //   epsilon and least are double.
@@ -33,7 +33,7 @@
       int64_t num_experts, int64_t din, int64_t dout
 
 // Products of x (tokens, dim) with the weights of a tree gate's nodes and leaves below the first `levels` levels of
-// each tree. A token is multiplied only by the branches (subtrees, see tree_gate_products.cpp) that it reaches, as found
+// each tree. A token is multiplied only by the branches (subtrees, see tree_gate_products.cpp) that it reaches, found
 // by tree_reach. Backward reads the gradients of the logits from split_logits and leaf_logits. dtype is float32 or
 // float64; scratch_stride counts elements.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \

@@ -89,7 +89,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     });
   }
   // Each count becomes the number of requests to the expert in earlier chunks; with by_choice, in earlier choices of
-  // all chunks and in the same choice of earlier chunks. `before` is the running sum, in the end plan.requested.
+  // all chunks and in the same choice of earlier chunks. `before`, the running sum, ends as plan.requested.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {
@@ -106,7 +106,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     before[e] += here;
   });
   write_offsets(plan, num_experts, capacity, rows);
-  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the row of the first request counted
+  // Each count becomes the first row for the requests that it counted.
+  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
   const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {

@@ -22,7 +22,7 @@ constexpr double kNegligible = -64;
 // vectors such a lane gives 0, so the result of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// *log_sum = log(total). If total is 0, because all scores are -inf, *anchor and *log_sum become 0.
+// *log_sum = log(total). If total is 0, because a row or column is -inf alone, *anchor and *log_sum become 0.
 inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;

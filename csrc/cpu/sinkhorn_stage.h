@@ -1,4 +1,4 @@
-// The group of matrices that csrc/cpu/sinkhorn.cpp computes at a time, and the form of the iteration for each matrix.
+// The group of matrices that a thread of sinkhorn.cpp computes at a time, and the form of the iteration for each matrix.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace {
 // After an iteration, u_i v_j (sinkhorn_scaled.h) is at most exp(range), which is far from overflow.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
-// The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, so all
-// results are NaN; or the lane has no matrix.
+// The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, so all results are NaN; or the
+// lane has no matrix.
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
 // The form of each matrix of a group. Bit f of `found` is set if a matrix has form f.
