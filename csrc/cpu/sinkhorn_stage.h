@@ -1,4 +1,4 @@
-// The group of matrices that a thread of sinkhorn.cpp computes at a time, and the form of the iteration for each matrix.
+// The group of matrices that a thread of sinkhorn.cpp computes at a time, and the form of the iteration for each.
 #pragma once
 
 #include <algorithm>
