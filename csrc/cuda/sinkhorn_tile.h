@@ -1,4 +1,5 @@
-// Sinkhorn's iteration (sinkhorn.cu) in registers: Scaled and Potentials are its two forms on a Team's scores S.
+// Sinkhorn's iteration on a matrix of scores S in registers, for sinkhorn.cu. The threads that hold a matrix are a
+// Team. Scaled and Potentials are the two forms of the iteration.
 #pragma once
 
 #include <cmath>
@@ -13,10 +14,10 @@
 namespace moe {
 namespace {
 
-// Bounds of the scaled form, in float and in double, on the range (maximum - minimum) of each row of scores / tau.
-// Below them k, u and v are normal numbers.
+// Bounds on the range (maximum - minimum) of each row of scores / tau. Below them Scaled can be used, in float and in
+// double: its k, u and v are then normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
-constexpr double kNegligible = 0x1p-45;  // bound at which the scaled backward pass stops (sinkhorn.cu)
+constexpr double kNegligible = 0x1p-45;  // relative bound at which the scaled backward pass stops (sinkhorn.cu)
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
@@ -53,11 +54,11 @@ __device__ __forceinline__ void put(void* to, int dtype, int64_t at, float value
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double finite(double most) { return most > -1e300 ? most : 0.0; }
 
-// y = exp(x) in the type of y. x is a double because it is a difference of large numbers.
+// y = exp(x), computed in the type of y.
 __device__ __forceinline__ void exponential(double x, float& y) { y = expf(static_cast<float>(x)); }
 __device__ __forceinline__ void exponential(double x, double& y) { y = exp(x); }
 
-// (batch, n, n), last dimension contiguous.
+// (B, n, n), last dimension contiguous; strides in elements.
 struct Matrices {
   const void* data;
   int64_t stride_batch, stride_row;
@@ -69,10 +70,10 @@ struct Matrices {
 };
 
 struct Sums {
-  const double *rows, *columns;  // (B, n); null: all one, without tolerance and gradients
+  const double *rows, *columns;  // (B, n): prescribed sums; both null: ones, without a tolerance and without gradients
   double tolerance;              // negative: none
-  double *drows, *dcolumns;      // (B, n)
-  int64_t start = 0;             // first element for this matrix
+  double *drows, *dcolumns;      // (B, n): gradients to rows and columns, for the backward pass
+  int64_t start = 0;             // index in these arrays of the matrix's first sum
   int n = 0;
 
   __device__ Sums of(int64_t matrix, int n) const { return {rows, columns, tolerance, drows, dcolumns, matrix * n, n}; }
@@ -80,12 +81,13 @@ struct Sums {
   __device__ double per_row(double x, int i) const { return prescribed() && i < n ? x / rows[start + i] : x; }
   __device__ double per_column(double x, int j) const { return prescribed() && j < n ? x / columns[start + j] : x; }
 
-  // The error of a sum, if row i has `ratio` times its prescribed sum, or column j has the sum `total`.
+  // Absolute errors: of the sum of row i, which is `ratio` times the prescribed one; of `total`, the sum of column j.
   __device__ double row_error(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_error(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients to the sums; one thread writes each. f contains -tau log(rows), and df is the gradient to f / (last tau).
-  // So each iteration subtracts df / rows times tau / (last tau) from drows; the same holds for columns.
+  // Gradients to the prescribed sums. One thread makes all calls for a row or column. The potential f of a row contains
+  // -tau log(rows), and df of the backward pass is the gradient to f / (last tau). So each iteration subtracts
+  // df / rows times tau / (last tau) from drows; columns likewise.
   __device__ void init_row(int i, double d) const {
     if (prescribed() && i < n) drows[start + i] = d;
   }
@@ -100,15 +102,17 @@ struct Sums {
   }
 };
 
-// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each, in registers.
+// ROWS x COLUMNS threads that hold a matrix of up to kN x kN elements in registers; each thread holds a tile of
+// TILE_ROWS x TILE_COLUMNS elements.
 template <int ROWS, int COLUMNS, int TILE_ROWS, int TILE_COLUMNS>
 class Team {
  public:
   static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is in one warp
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is within one warp
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  // Whether the scaled form stops early. For n <= 8 a warp has 8 or 32 matrices, which rarely all stop.
+  // Whether the scaled form may stop before the last iteration. Not for n <= 8: a warp then has 8 or 32 matrices, and
+  // would run until the last of them stops.
   static constexpr bool kEarly = kN >= 16;
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
@@ -137,7 +141,8 @@ class Team {
     }
   }
 
-  // All threads of a row (along_row) or column (along_columns) get the same bits.
+  // along_row combines the values of the threads in this thread's row of the team, along_columns those in its column.
+  // All these threads get the result.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -178,7 +183,8 @@ class Team {
     return total[0];
   }
 
-  // `value` must be the same in all threads of a column: only this warp votes, which has threads of every column.
+  // Whether `value` is true in any column. `value` must be the same in all threads of a column: only the team's threads
+  // in this warp vote, and they include threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -228,7 +234,8 @@ class Team {
     }
   }
 
-  // Scaled if tau is constant and every row of S / tau has a range below `limit`.
+  // Broken if a score is NaN or +inf; else scaled if tau is constant and every row of S / tau has a range below
+  // `limit`; else logarithmic.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
@@ -257,7 +264,7 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0, u = 0 and, after an iteration, v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0 and, after an iteration, u = v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
@@ -276,7 +283,7 @@ struct Scaled {
     for (int b = 0; b < Team::kTileColumns; b++) v[b] = T(1);
   }
 
-  // One iteration. With Team::kEarly, returns whether it changed v, else true.
+  // One iteration. Returns whether it changed v; always true without Team::kEarly.
   __device__ bool iterate(Team& team) {
     T before[Team::kTileColumns];
 #pragma unroll
@@ -318,8 +325,9 @@ struct Scaled {
 };
 
 // P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is
-// the maximum of S - g over the row, row_log = log(sum of exp((S - g - row_anchor) / tau) / prescribed sum). The parts
-// are stored apart because 1 / tau would magnify the rounding of f. T: the type in which a thread sums exponentials.
+// the maximum of S - g over the row, row_log = log(sum of exp((S - g - row_anchor) / tau) / prescribed sum); both are 0
+// for a row of -inf alone. The parts are stored apart because 1 / tau would magnify the rounding error of their sum.
+// T: the type of the exponentials, and of each thread's sums of them.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
@@ -328,8 +336,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums are within the tolerance before it, returns false and keeps f, g and the parts of g. Row
-  // sums follow from the change of f. Column sums, which an iteration makes right, are checked in the first one only.
+  // One iteration. If all row and column sums are within the tolerance before it, returns false and keeps f, g and the
+  // parts of g. A row sum before the iteration is the prescribed sum times exp((change of f) / tau). Column sums are
+  // checked before the first iteration only: each iteration ends with columns().
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -390,7 +399,7 @@ struct Potentials {
     }
   }
 
-  // An element of P after the row step (g must be that of the iteration before), and after the column step.
+  // An element of P after rows(), with the g that rows() used; and an element of P after columns().
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
@@ -401,7 +410,7 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Largest error of the sums of this thread's columns of exp(scores / tau). Columns of -inf alone do not count.
+  // The largest error of the column sums of exp(scores / tau) in this thread's columns, except columns of -inf alone.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

@@ -1,5 +1,6 @@
-// The top-k gate. A warp takes a token. For up to 1024 experts each logit is read once and kept as an integer (Logit).
-// Each choice is a reduction over the warp to the largest logit left, and to the lowest expert that has this logit.
+// The top-k gate. A warp takes a token. With up to 1024 experts the forward kernel reads each logit once, and keeps its
+// rank (see Logit) in registers. For each choice the warp finds the largest rank left and the lowest expert that has
+// this rank.
 #include <cmath>
 #include <type_traits>
 
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int kTokens = 4;  // tokens of a block, a warp for each
 
-// A rank is an integer in the order of the logits. -0 and +0 have the same rank, all NaNs the same highest rank.
+// The rank of a logit: an integer, larger for a larger logit. -0 and +0 have the same rank; all NaNs have the highest.
 template <class T>
 struct Logit {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -34,10 +35,10 @@ struct Logit {
     return Key<T>::value(static_cast<uint32_t>((rank ^ sign) - sign) | (static_cast<uint32_t>(sign) & kSign));
   }
 };
-constexpr int32_t kLowest = INT32_MIN;  // below all ranks
+constexpr int32_t kLowest = INT32_MIN;  // below all ranks, and below all keys of Packed
 
 // The ranks of a row. A lane has SLOTS neighbouring experts if SLOTS is 4 or 8, else every 32nd expert. With SLOTS > 0
-// ranks stay in registers, with SLOTS = 0 logits are read for every choice. Experts past the end of the row have
+// ranks stay in registers; with SLOTS = 0 each choice reads the logits again. Experts past the end of the row have
 // the rank of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
@@ -98,9 +99,11 @@ struct alignas(8) Choice {
 };
 
 // Packed, Sorted and Searched give the choices of a row, best first: next() writes the next choice as a Kept, which
-// choice() decodes. In Packed and Sorted each lane sorts its own logits into a list. next() takes the best head of the
-// 32 lists, and removes this head from the list of its lane. Packed is for 16-bit logits. A key has the rank in the
-// upper half and 0xffff - expert in the lower half, so no two keys are equal.
+// choice() decodes. In Packed and Sorted each lane sorts its own logits into a list, best first. next() takes the best
+// head of the 32 lists, and removes this head from its list.
+//
+// Packed is for 16-bit logits. The key of a logit has its rank in the upper half and 0xffff - expert in the lower half,
+// so no two logits of a row have equal keys.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -127,8 +130,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of heads with equal ranks, the one of the lowest lane is taken. The rest of a list is in shared
-// memory, where removing a head moves a pointer; in registers it would move every element.
+// For 32-bit logits. Of heads with equal ranks, next() takes that of the lowest lane. The rest of a list is in shared
+// memory, where removing a head moves only a pointer; in registers it would move every element.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -158,7 +161,7 @@ struct Sorted {
     for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
     list[SLOTS - 1] = {kLowest, 0};
     here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
-    recompute(here), recompute(lanes_to_here);  // else nvcc computes them from the lane again in every round
+    recompute(here), recompute(lanes_to_here);  // hides their origin: else next() computes them from the lane again
   }
   __device__ void next(Kept* kept) {
     const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
@@ -179,7 +182,7 @@ struct Searched {
 
   __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
   __device__ void next(Kept* kept) {
-    Choice best{kLowest, 0};  // in the loop, best.expert is the expert minus `lane`, a constant for each slot
+    Choice best{kLowest, 0};  // the loop leaves `lane` out of best.expert
     const int last_expert = last.expert - ranks.lane;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
@@ -199,7 +202,7 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane: 12 blocks (48 warps) per SM. Without this bound nvcc 13.0 spills in float32 on sm_80.
+// With 8 logits a lane, at least 12 blocks fit an SM. Without this bound nvcc 13.0 spills in float32 on sm_80.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
@@ -217,16 +220,16 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // the loop's condition takes 3 instructions
+  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // calls of next() in a pass of the loop
   List choices(ranks, shared[warp]);
-  typename List::Kept* const kept = found[warp];  // up to 32 choices; each lane computes the weight of one
+  typename List::Kept* const kept = found[warp];  // 32 choices at a time: lane i computes the weight of choice i
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
     const int count = min(left, kWarpSize);
     typename List::Kept* to = kept;
     int more = count;
-    recompute(more);  // else nvcc computes the number of rounds from k, in 10 instructions
+    recompute(more);  // hides its origin: else nvcc computes the number of passes before the loop
 #pragma unroll 1
     for (; more >= kUnrolled; more -= kUnrolled, to += kUnrolled) {
 #pragma unroll
@@ -235,7 +238,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 #pragma unroll 1
     for (; more > 0; more--) choices.next(to++);
     __syncwarp();
-    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if any logit is: all weights are NaN
+    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if a logit is NaN; then all weights are
     if (lane < count) {
       const Choice mine = List::choice(kept[lane]);
       share = expf(Logit<T>::value(mine.rank) - highest);
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   }
   sum = warp_sum(sum);
   if (lane < left) *weights = share / sum;
-  for (; left < k; left += kWarpSize) weights -= kWarpSize, *weights /= sum;  // a lane reads what it wrote
+  for (; left < k; left += kWarpSize) weights -= kWarpSize, *weights /= sum;  // weights that this lane wrote
 }
 
 template <class T>
@@ -275,7 +278,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  // The probability of expert e is w_0 exp(z_e - z_0), with the logit z_0 and the weight w_0 of the first choice.
+  // If dense, expert e has the probability w_0 exp(z_e - z_0), with z_0 and w_0 the logit and weight of choice 0.
   const bool dense = logits != nullptr;  // then k > 0: moe_kernels/library/topk_gate.py does not call this for k = 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;

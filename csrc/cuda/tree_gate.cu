@@ -1,5 +1,6 @@
-// The tree gate after its matrix products. Up to 32 lanes take a token. These kernels keep one tree at a time in shared
-// memory; trees of some sizes are kept in registers, by tree_gate_lanes.h (forward) and tree_gate_warp.h (backward).
+// The tree gate after its matrix products (formulas: ops/tree_gate.py). In the kernels of this file 2 to 32 lanes take a
+// token, and keep one of its trees at a time in shared memory. The kernels of tree_gate_lanes.h (forward) and
+// tree_gate_warp.h (backward) keep a tree in registers; by_lanes and by_leaves choose them for trees of some sizes.
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -17,20 +18,21 @@
 namespace moe {
 namespace {
 
-constexpr int kThreads = 128;        // of a block
-constexpr int kBlocks = 4;           // per SM: without this bound nvcc 13.0 spills 8 bytes in forward on sm_90
-constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory forward
+constexpr int kThreads = 128;        // of a block, at most
+constexpr int kBlocks = 4;           // per SM, at least: without this bound nvcc 13.0 spills in forward on sm_90
+constexpr int kMostExperts = 4096;   // a token takes 48 KB of shared memory in forward
 
-// Floats of a token in shared memory: an even number, so that `children` are aligned in every heap.
+// A token's floats in shared memory: `vectors` arrays of E floats, and one more if that is odd, so that the float2 of
+// `children` are aligned in the heap of every token.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
 __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2*>(heap)[m]; }
 
-// The lanes that share a token: `count` neighbours in a warp.
+// The lanes that share a token: `count` neighbours in a warp. index: of this lane among them.
 struct Lanes {
   int count, index;
 
-  // Calls each(i) for this lane's i in [first, last). Every lane of the warp must call it: it ends with a barrier.
+  // Calls each(i) for this lane's i in [first, last). Every lane of the warp must call share: it ends with a barrier.
   template <class Each>
   __device__ void share(int first, int last, Each each) const {
 #pragma unroll 1
@@ -48,7 +50,7 @@ __device__ void reach(float* heap,            // (2E)
     const Split split(widen(split_logits[m - 1]), step);
     children(heap, m) = {reached * split.left(), reached * split.right()};
   };
-  // Levels of fewer than 32 nodes: first all their branch probabilities, then the products, level by level.
+  // Nodes 1 to 31: first each child gets the probability of its branch alone, then, level by level, of its whole path.
   const int top = min(kWarpSize, tree.num_experts);
   lanes.share(1, top, [&](int m) { descend(m, 1.0f); });
   for (int first = 4; first < 2 * top; first *= 2) {
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float *const heap = heaps + local_token * room(3, num_experts), *const sums = heap + 2 * num_experts;
   const int64_t global_token = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + local_token;
-  const bool in_range = global_token < tokens;  // other lanes repeat the last token: barriers need all lanes
+  const bool in_range = global_token < tokens;  // lanes without a token repeat the last one: barriers need all lanes
   const int64_t token = in_range ? global_token : tokens - 1;
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     highest = higher;
     lanes.share(0, num_experts, [&](int i) {
       const float v = heap[tree.leaf(i)];
-      float sum = j > 0 ? sums[i] * scale : 0.0f;  // in the order of the trees
+      float sum = j > 0 ? sums[i] * scale : 0.0f;
       if (weighing.counts(v)) sum += (v + weighing.epsilon) * expf(widen(leaf_logits[j * num_experts + i]) - highest);
       sums[i] = sum;
     });
@@ -101,7 +103,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   lanes.share(0, in_range ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
-// Of the added leaves: largest logit, sum of the terms weight * exp(logit - highest), and sum of the terms times grad.
+// Over the added leaves, with term = weight * exp(logit - highest): the largest logit, and the sums of term and of
+// term * grad.
 struct Softmax {
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
 
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // The total is at least the smallest normal number, so `share` is finite. share * grad may overflow, so v is
+        // With finite inputs the total is at least FLT_MIN, so `share` is finite. share * grad may overflow, so v is
         // the first factor.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
@@ -215,7 +218,7 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // Without these conditions on E, a lane could have both deep and shallow leaves.
+  // LEAVES must divide 2E (see tree_gate_lanes.h).
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();

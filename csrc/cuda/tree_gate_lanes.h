@@ -1,9 +1,10 @@
 // The forward pass of the tree gate for trees of 8 to 1024 leaves (by_lanes in tree_gate.cu). LANES lanes take a token.
-// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane. The lane also
-// computes all branches on the path from the tree's root to this subtree, without shuffles.
+// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane. The lane itself
+// also computes each branch on the path from the tree's root to this subtree, without shuffles.
 //
-// If E is not a power of two, a leaf of the upper level (shallow) becomes a node that always goes left, to the leaf of
-// the expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
+// If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
+// node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
+// shallow leaves, since LEAVES divides 2E.
 #pragma once
 
 #include <cfloat>
@@ -15,7 +16,7 @@
 namespace moe {
 namespace {
 
-// exp(-x) for x >= 0; NaN for NaN. For 16-bit results a relative error of x / 2^24 does not matter.
+// exp(-x) for x >= 0, or 0 if that is subnormal; NaN for NaN. With a 16-bit T its relative error can be x / 2^23.
 template <class T>
 __device__ __forceinline__ float decay(float x) {
   if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);
@@ -26,16 +27,16 @@ __device__ __forceinline__ float decay(float x) {
 
 constexpr int depth_of(int leaves) { return leaves == 1 ? 0 : 1 + depth_of(leaves / 2); }
 
-// A lane's subtree, at the same place in every tree. Its nodes are numbered from 1; leaf i is node LEAVES + i.
+// A lane's subtree, at the same place in every tree. In it, the root is node 1, and leaf i is node LEAVES + i.
 template <class T, int LEAVES, int LANES>
 struct Branch {
   static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);
 
   const SmoothStep& step;
-  int root;       // node of the tree that is the subtree's root
+  int root;       // the subtree's root, as a node of the tree
   int first;      // expert of the first leaf
   bool shallow;   // only every second leaf has an expert
-  float sign[kAbove + 1];  // for each ancestor of `root`, from the parent up: -1 if `root` is to its right, else 1
+  float sign[kAbove + 1];  // for each ancestor of `root`, parent first: 1 if `root` is in its left subtree, else -1
 
   __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
     const int deep = 2 * num_experts - kFull;
@@ -108,7 +109,8 @@ struct LeafRow {
 };
 
 constexpr int kLaneThreads = 128;  // of a block
-// Blocks per SM, or 0 for no bound. With 32 leaves a lane, the compiler would spill to fit a fourth block.
+// The least number of blocks per SM; 0: no bound. With 32 leaves a lane and no bound, nvcc 13.0 spills in float32 on
+// sm_80.
 constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   using Row = LeafRow<T, LEAVES>;
   const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
   const int64_t global_token = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
-  const bool in_range = global_token < tokens;  // other lanes repeat the last token: shuffles need all lanes
+  const bool in_range = global_token < tokens;  // lanes without a token repeat the last one: shuffles need all lanes
   const int64_t token = in_range ? global_token : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;

@@ -37,7 +37,8 @@ __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   return pair;
 }
 
-// Reads and writes COUNT neighbouring elements as vectors of up to 16 bytes. The address must be aligned to a vector.
+// Reads and writes COUNT neighbouring elements as vectors of up to 16 bytes, at addresses that are multiples of
+// sizeof(Vector).
 template <class T, int COUNT>
 struct Neighbours {
   static constexpr int kBytes = COUNT * sizeof(T);
@@ -79,12 +80,12 @@ struct Neighbours {
 
 __device__ __forceinline__ float from_lane(float value, int lane) { return __shfl_sync(kAllLanes, value, lane); }
 
-// A lane's part of one tree of one token. The nodes of its subtree are numbered from 1; leaf i is node LEAVES + i.
+// A lane's part of one tree of one token. In its subtree, the root is node 1, and leaf i is node LEAVES + i.
 template <class T, int LEAVES>
 struct Subtree {
   const SmoothStep& step;
   int lane;
-  float top;               // split logit of node `lane`; in lane 0 that of node 1, not used
+  float top;               // split logit of node `lane`; lane 0 has no such node, and does not use it
   float logit[LEAVES];     // split logits of the subtree's nodes
   float prob[2 * LEAVES];  // probabilities of reaching the subtree's nodes
 
@@ -105,7 +106,8 @@ struct Subtree {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
     // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to its right
-    // child. reached: product of the last branch on the path to node `lane`, then of two, then of all (at most four).
+    // child. reached: the probability of the last branch on the path to node `lane`, then of the last two branches
+    // together, then of all (at most four).
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
@@ -125,14 +127,15 @@ struct Subtree {
   }
   __device__ float leaf(int i) const { return prob[LEAVES + i]; }
 
-  // sums[LEAVES + i]: the gradient to the probability of the lane's leaf i, times this probability.
+  // Writes the gradients to the split logits of the lane's nodes. Before the call, sums[LEAVES + i] must be the gradient
+  // to the probability of the lane's leaf i, times this probability.
   __device__ void ascend(float (&sums)[2 * LEAVES], T* dsplit) const {  // (E - 1)
 #pragma unroll
     for (int m = LEAVES - 1; m > 0; m--) {
       narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[split_index(m)]);
       sums[m] = sums[2 * m] + sums[2 * m + 1];
     }
-    // Lane n adds the sums of the children of node n. The children of nodes 16 to 31 are the subtrees of lanes 0 to 31.
+    // Lane n adds the sums of the children of node n. The children of nodes 16 to 31 are the roots of the 32 subtrees.
     float mine = sums[1], left = 0.0f, right = 0.0f;
 #pragma unroll
     for (int first = 16; first > 0; first /= 2) {
@@ -144,7 +147,7 @@ struct Subtree {
   }
 };
 
-constexpr int kWarpTokens = 4;  // of a block
+constexpr int kWarpTokens = 4;  // tokens of a block
 
 template <class T, int LEAVES>
 __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
@@ -166,7 +169,8 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // Of this lane's leaves: sum of the terms weight * exp(logit - highest), and sum of the terms times grad (dot).
+  // Over this lane's leaves that count, with term = weight * exp(logit - highest): the largest logit, and the sums of
+  // term and of term * grad.
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // total is at least the smallest normal number, so `share` is finite. share * centred may overflow, so v is the
+        // With finite inputs total is at least FLT_MIN, so `share` is finite. share * centred may overflow, so v is the
         // first factor.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;
