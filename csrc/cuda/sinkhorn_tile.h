@@ -399,7 +399,7 @@ struct Potentials {
     }
   }
 
-  // An element of P after rows(), with the g that rows() used; and an element of P after columns().
+  // rows_normalised: an element of P after rows(), with the g that rows() used. columns_normalised: after columns().
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }

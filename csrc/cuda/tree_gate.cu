@@ -1,5 +1,5 @@
-// The tree gate after its matrix products (formulas: ops/tree_gate.py). In the kernels of this file 2 to 32 lanes take a
-// token, and keep one of its trees at a time in shared memory. The kernels of tree_gate_lanes.h (forward) and
+// The tree gate after its matrix products (formulas: ops/tree_gate.py). In the kernels of this file, 2 to 32 lanes take
+// a token and keep one of its trees at a time in shared memory. The kernels of tree_gate_lanes.h (forward) and
 // tree_gate_warp.h (backward) keep a tree in registers; by_lanes and by_leaves choose them for trees of some sizes.
 #include <algorithm>
 #include <cfloat>

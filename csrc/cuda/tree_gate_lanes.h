@@ -1,6 +1,7 @@
-// The forward pass of the tree gate for trees of 8 to 1024 leaves (by_lanes in tree_gate.cu). LANES lanes take a token.
-// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane. The lane itself
-// also computes each branch on the path from the tree's root to this subtree, without shuffles.
+// The forward pass of the tree gate for some E from 8 to 1024 (see by_lanes in tree_gate.cu). LANES lanes take a token.
+// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane (numbered as in
+// moe/tree.cuh). The lane itself also computes each branch on the path from the tree's root to this subtree, without
+// shuffles.
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
@@ -16,7 +17,7 @@
 namespace moe {
 namespace {
 
-// exp(-x) for x >= 0, or 0 if that is subnormal; NaN for NaN. With a 16-bit T its relative error can be x / 2^23.
+// exp(-x) for x >= 0, or 0 if that is subnormal; NaN for NaN. With a 16-bit T its relative error may reach 1e-5.
 template <class T>
 __device__ __forceinline__ float decay(float x) {
   if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);

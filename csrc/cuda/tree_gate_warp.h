@@ -1,5 +1,6 @@
 // The backward pass of the tree gate for trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds
-// the subtree of LEAVES leaves whose root is node 32 + lane. Lanes 1 to 31 also hold node `lane`, above the subtrees.
+// the subtree of LEAVES leaves whose root is node 32 + lane (numbered as in moe/tree.cuh). Lanes 1 to 31 also hold node
+// `lane`, above the subtrees.
 #pragma once
 
 #include <cfloat>
@@ -85,7 +86,7 @@ template <class T, int LEAVES>
 struct Subtree {
   const SmoothStep& step;
   int lane;
-  float top;               // split logit of node `lane`; lane 0 has no such node, and does not use it
+  float top;               // split logit of node `lane`; not used in lane 0, as there is no node 0
   float logit[LEAVES];     // split logits of the subtree's nodes
   float prob[2 * LEAVES];  // probabilities of reaching the subtree's nodes
 
@@ -127,8 +128,8 @@ struct Subtree {
   }
   __device__ float leaf(int i) const { return prob[LEAVES + i]; }
 
-  // Writes the gradients to the split logits of the lane's nodes. Before the call, sums[LEAVES + i] must be the gradient
-  // to the probability of the lane's leaf i, times this probability.
+  // Writes the gradients to the split logits of the lane's nodes. Before the call, sums[LEAVES + i] must be the
+  // gradient to the probability of the lane's leaf i, times this probability.
   __device__ void ascend(float (&sums)[2 * LEAVES], T* dsplit) const {  // (E - 1)
 #pragma unroll
     for (int m = LEAVES - 1; m > 0; m--) {
