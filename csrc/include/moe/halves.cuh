@@ -1,4 +1,4 @@
-// Compares or adds two registers of two float16 numbers each, half by half, in one instruction.
+// Comparisons and sums of float16 numbers. A 32-bit register holds two, and one instruction handles both.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -13,7 +13,7 @@ uint32_t half2_compare(uint32_t x, uint32_t y, Compare compare) {
 }
 #endif
 
-// Each half of the result is all ones if the half of x is at least that of y, else 0. It is 0 if either is NaN.
+// Each 16-bit half of the result is 0xffff if x >= y for the numbers in that half of x and y, else 0; NaN gives 0.
 __device__ __forceinline__ uint32_t half2_reaches(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return half2_compare(x, y, [](float a, float b) { return a >= b; });

@@ -1,4 +1,4 @@
-// Checks index arrays before a kernel uses them as addresses.
+// Checks arrays of indices, so that a kernel can use them without further checks.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace {
 template <class Index>
 bool within(const Index* index, int64_t count, int64_t size) {
   using Unsigned = std::make_unsigned_t<Index>;
-  Unsigned most = 0;  // the largest index + 1; as an unsigned number, an index below -1 is too large
+  Unsigned most = 0;  // the largest index + 1, unsigned: an index below -1 becomes huge
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < (index == nullptr ? 0 : count); ++i) {
     const Unsigned next = Unsigned(index[i]) + 1;
-    most = next > most ? next : most;  // std::max would not vectorise
+    most = next > most ? next : most;
   }
   return uint64_t(most) <= uint64_t(size);
 }

@@ -21,12 +21,13 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // All ones in each element of `keys` that is at least the threshold, else 0. All elements of `threshold` are equal.
+  // A mask: an element is all ones if the stored key in `keys` is at least that in `threshold`, else 0.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit for each element of four masks: takes a byte of each element, keeps one bit of it, and adds all bytes.
+  // Bit i of the result is 1 if element i of the four masks is all ones, else 0. In `bits`, one of the four bytes has
+  // bit i; __dp4a adds the bytes.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {
@@ -38,7 +39,7 @@ struct KeyOrder {
     }
     return __dp4a(bits, 0x01010101u, 0u);
   }
-  // The mask of one word from the lowest bits of `flags`.
+  // The mask of one word: element i is all ones if bit i of `flags` is 1, else 0.
   __device__ static uint32_t mask(uint32_t flags) {
     if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
     return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;

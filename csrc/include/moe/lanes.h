@@ -43,11 +43,11 @@ inline void store(T* to, Vec<T> v) {
 
 template <class T>
 inline Vec<T> broadcast(T x) {
-  return x - Vec<T>{};  // x + 0 would change -0
+  return x - Vec<T>{};  // x + 0 would turn -0 into 0
 }
 
-// load_as and store_as convert as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler
-// would convert half a vector at a time.
+// load_as and store_as convert between a Vec<T> and as many elements of type U as it has lanes. The intrinsics convert
+// a whole vector at once, where GCC may convert half a vector at a time.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -78,7 +78,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose: exchanges the lanes of `upper` with bit `step` in their index and those of `lower` without it.
+// A step of transpose: swaps lane i of `upper` and lane i - step of `lower`, for each i in which the bit `step` is set.
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -132,7 +132,8 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x of normal x to a unit in the last place. AVX-512: an estimate has 14 bits, a Newton step doubles them.
+// 1 / x of normal x, with an error of at most a unit in the last place. With AVX-512, the instruction's estimate is
+// correct to 14 bits, and each Newton step doubles the number of correct bits.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -152,7 +153,8 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x of normal x to 2^-42, for results rounded to float. A step of third order is cheaper than two Newton steps.
+// 1 / x of normal x with a relative error of about 2^-42, for results that are rounded to float. With AVX-512, one
+// step of third order triples the correct bits, with fewer operations than two Newton steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -200,9 +202,10 @@ inline Vec<double> exp(Vec<double> x) {
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float to 2 units in the last place, for (a - b) * scale from -80 to 80 and scale from 1e-30
-// to 1e30. With d = a - b, it is 2^n times a Taylor polynomial up to r^7 of r = (d - n log 2 / scale + lost) * scale.
-// `lost` is the rounding error of d. log 2 / scale is high + low, so that n * high is exact.
+// exp((a - b) * each) in float with an error of at most 2 units in the last place, for (a - b) * each from -80 to 80
+// and `each` from 1e-30 to 1e30. With d = a - b, the result is 2^n exp(r) with r = (d - n log(2) / each + lost) * each.
+// exp(r) is a Taylor polynomial up to r^7. `lost` is the rounding error of d. log(2) / each is split into high + low;
+// `high` has so few bits that n * high is exact.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

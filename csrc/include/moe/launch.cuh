@@ -1,4 +1,4 @@
-// Launches kernels compiled by nvcc, or for the host in tests (SIMT_HOST).
+// Launches kernels: on a GPU or, if SIMT_HOST is defined, on the host in tests (tests/simt).
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace moe {
 // have at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
-// The most shared memory, static and dynamic, that a block can have on the current device: 163 KB on sm_80.
+// The most shared memory, static and dynamic, that a block can have on the current device: 163 KiB on sm_80.
 inline int64_t shared_memory_limit() {
 #ifdef SIMT_HOST
   return static_cast<int64_t>(simt::shared_memory_limit());
@@ -49,7 +49,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #endif
 }
 
-// Calls run(T{}) for the element type T of `dtype`, except float64, which is invalid.
+// Returns run(T{}) for the element type T of `dtype`, or cudaErrorInvalidValue for float64.
 template <class Run>
 cudaError_t with_element(int dtype, Run run) {
   switch (dtype) {
@@ -60,7 +60,8 @@ cudaError_t with_element(int dtype, Run run) {
   return cudaErrorInvalidValue;
 }
 
-// Calls run(T{}, Unit{}): the kernel reads rows of T in units of 16 bytes if `vectorized`, else of one element.
+// Returns run(T{}, Unit{}). Unit is the type in which the kernel accesses rows of T: 16 bytes if `vectorized`, else one
+// element.
 template <class Run>
 cudaError_t with_unit(int dtype, bool vectorized, Run run) {
   return with_element(dtype, [&](auto element) {

@@ -11,7 +11,7 @@
 namespace moe {
 
 struct Launcher {
-  int (*call)(const uint64_t* packed);  // returns the function's result, or 0 if it is void
+  int (*call)(const uint64_t* packed);  // returns the function's result, or 0 if the function is void
   const char* types;                    // a letter for each argument: p pointer, i int, l int64_t, f float, d double
 };
 

@@ -1,7 +1,8 @@
-// Two instructions of sm_80: ldmatrix, and mma.sync.m16n8k16 on 16-bit inputs with float32 accumulators.
+// The instructions ldmatrix, and mma.sync.m16n8k16 on 16-bit inputs with float32 accumulators (sm_80 and later).
 //
-// With group = lane / 4 and pair = lane % 4, element i of a lane's fragment is at (PTX ISA, "Matrix Fragments
-// for mma.m16n8k16"; two 16-bit elements to a register, the lower index in the lower half)
+// The matrices of a warp's mma.m16n8k16 are A, B and C (PTX ISA, "Matrix Fragments for mma.m16n8k16"). With group =
+// lane / 4 and pair = lane % 4, element i of a lane's fragment is the following element of the matrix. Registers of A
+// and B hold two elements, the one of lower i in the lower half.
 //   A (16, 16)  i in 0..7   row group + 8 * (i / 2 % 2), column 2 * pair + i % 2 + 8 * (i / 4)
 //   B (16, 8)   i in 0..3   row 2 * pair + i % 2 + 8 * (i / 2), column group
 //   C (16, 8)   i in 0..3   row group + 8 * (i / 2), column 2 * pair + i % 2

@@ -10,8 +10,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// Requests huge pages for an output that will be written completely. Page faults of a new buffer of 256 MB take 150 ms
-// with pages of 4 KB, five times as long as writing it, and 50 ms with pages of 2 MB.
+// Requests huge pages (2 MiB) for an output that will be written completely. With pages of 4 KiB, the page faults of a
+// new buffer take several times as long as writing to it.
 inline void expect_pages(void* output, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t page = 2 << 20;

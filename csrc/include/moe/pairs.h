@@ -1,5 +1,5 @@
 // Pairs of bfloat16 numbers, the first one in the lower half of 32 bits. An instruction of AVX512-BF16 multiplies two
-// vectors of pairs: each lane of a float32 sum gains two products. A pair is one element in tiles.h.
+// vectors of pairs and adds two products to each lane of a vector of float32 sums. In tiles.h, a pair is one element.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs: whether code for this instruction set can multiply pairs, with sums of type T. multiplies_pairs: whether such
-// code can run on this processor.
+// kPairs<T>: whether the code for MOE_ISA multiplies pairs, with sums of type T.
+// multiplies_pairs(): whether it does so for some T, on this processor.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;
@@ -39,25 +39,26 @@ inline bool multiplies_pairs() { return false; }
 #define MOE_MULTIPLIES_PAIRS
 #endif
 
-// to = from in bfloat16, rounded to nearest even. The instruction flushes subnormal numbers to zero. exact(to, from,
-// count) therefore converts each block of 32 numbers that has a subnormal number, and also the last count % 32 numbers.
+// to = from in bfloat16, rounded to nearest even. The conversion of AVX512-BF16 flushes subnormal numbers to zero, so
+// exact(to, from, count) converts blocks of 32 numbers with a subnormal one, and also the last count % 32 numbers.
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 
-// In every lane, `sum` plus both products of the pairs x and y, each added with one rounding. Subnormals count as zero.
+// In each lane, `sum` plus both products of the pairs x and y, each product added with one rounding. Subnormal inputs
+// and sums become zero.
 MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
 
-// Writes `sum`, or c + sum if `more`, to the first `columns` elements of `to`, in bfloat16.
+// Writes `sum`, or c + sum if `more`, to the first `columns` elements of `to`, in bfloat16. Subnormals become zero.
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// to (pairs_of(rows), count): row i pairs the elements of rows 2 i and 2 i + 1, with zeros for a missing last row. Rows
-// are read as in Elements::widen (elements.h).
+// to (pairs_of(rows), count): row i pairs each element of row 2 i of `from` with that below it in row 2 i + 1, or with
+// zero after the last row. `stride` and `token` select rows as in Elements::widen (elements.h).
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
 // to (rows, pairs_of(count)): the pairs of neighbours in each row; if `count` is odd, the last element is paired with
-// zero. Rows are read as in Elements::widen (elements.h).
+// zero. `stride` and `token` select rows of `from` as in Elements::widen (elements.h).
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);
@@ -68,8 +69,8 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
   }
 }
 
-// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = b (depth, columns) from column `first` on,
-// padded with zeros.
+// Like `pack` in tiles.h: panel (pairs_of(depth), width) = the pairs of rows (pair_rows) of b (depth, columns), from
+// column `first` on, padded with zeros. Of b's strides, b_k or b_j is 1.
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 

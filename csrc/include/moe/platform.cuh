@@ -13,7 +13,8 @@
 
 namespace moe {
 
-// Hides `value` from the compiler: expressions of `value` are computed again after this point, not kept in registers.
+// Makes `value` an unknown number to the compiler, which then computes expressions of `value` again, instead of keeping
+// them in registers, but cannot compute `value` itself again.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

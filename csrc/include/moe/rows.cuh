@@ -1,4 +1,4 @@
-// Rows in pieces of 16 bytes or less: conversion to float32, and a grid with a thread for each piece.
+// For kernels whose threads read and write rows of a matrix in pieces of at most 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace moe {
 
-constexpr int kRowThreads = 256;                // threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // most elements of a row: an index one grid step further fits an int
+constexpr int kRowThreads = 256;                // most threads of a block
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // most elements of a row: an index one step past the end fits an int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -19,7 +19,7 @@ __device__ __forceinline__ void narrow(float value, float& to) { to = value; }
 __device__ __forceinline__ void narrow(float value, __nv_bfloat16& to) { to = __float2bfloat16(value); }
 __device__ __forceinline__ void narrow(float value, __half& to) { to = __float2half(value); }
 
-// Converts between float32 and a Vector of elements T: 16 bytes, or one element.
+// Converts between float32 and Vector, a type of at most 16 bytes that holds one or more elements T.
 template <class T, class Vector>
 struct Pack {
   static constexpr int kElements = sizeof(Vector) / sizeof(T);
@@ -42,8 +42,8 @@ struct Pack {
   }
 };
 
-// Whether rows can be accessed in pieces of `bytes` bytes. The rows have `row_bytes` bytes; `pointers` are the starts
-// of all arrays, `strides` the bytes from row to row in each.
+// Whether rows can be accessed in pieces of `bytes` bytes. `row_bytes` (the length of a row), all `strides` (the bytes
+// from row to row of an array) and all `pointers` (the starts of arrays) must be multiples of `bytes`.
 inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<int64_t> strides,
                         std::initializer_list<const void*> pointers) {
   return row_bytes % bytes == 0 &&
@@ -51,8 +51,8 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
          std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
 }
 
-// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes over the
-// row are about equally long. 360 pieces (D = 2880 in bf16) take two passes of 180 threads, not 256 and then 104.
+// How many threads of a block share a row of `vectors` pieces: at most kRowThreads, and such that they take the row in
+// parts of about equal length. 360 pieces (D = 2880 in bf16) are taken as 180 + 180, not 256 + 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
@@ -78,7 +78,7 @@ __device__ __forceinline__ void for_pieces(int vectors, Each each) {
 
 // Writes zeros to rows [used, num_rows): this thread's pieces of row used + rank and of every ranks-th row after it.
 template <class Vector>
-__device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
+__device__ __forceinline__ void clear_rows(Vector* rows,  // (num_rows, vectors)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {
   for (int64_t row = used + rank; row < num_rows; row += ranks) {
     for_pieces(vectors, [&](int v) { store_streaming(rows + row * vectors + v, Vector{}); });

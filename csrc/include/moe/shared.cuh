@@ -1,8 +1,9 @@
-// Macros for shared memory. Kernels declare it only with them. On the host (tests/simt) each variable is a heap block
-// of its own, filled with 0xFF for each block of threads: tests then find overruns and reads of unwritten elements.
+// Macros with which kernels declare all their shared memory. In the emulation on the host (tests/simt) each variable is
+// a heap block of its own, filled with 0xFF again for each block of threads, so that tests can find overruns and reads
+// of unwritten elements.
 //
-//   SHARED(float, tile, [16][17]);           is  __shared__ float tile[16][17];
-//   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch requested
+//   SHARED(float, tile, [16][17]);           __shared__ float tile[16][17];
+//   DYNAMIC_SHARED(uint4, stage);            uint4* stage, which points to the bytes that the launch requested
 #pragma once
 
 #include "moe/platform.cuh"

@@ -1,4 +1,4 @@
-// Functions of float32 that are one instruction of the special function unit. CUDA's exp2f takes four instructions on
+// Functions of float32, each one instruction of the special function unit. CUDA's exp2f takes four instructions on
 // sm_80, since it also handles subnormal numbers; its division and sqrtf round correctly, and take eight or more.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace moe {
 
-// 1 / x for normal x > 0, with an error of at most a unit in the last place; 0 if the result is subnormal.
+// 1 / x for normal x > 0, with an error of at most a unit in the last place. A GPU returns 0 for a subnormal result.
 __device__ __forceinline__ float reciprocal(float x) {
 #ifdef SIMT_HOST
   return 1.0f / x;
@@ -19,7 +19,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
-// The square root of x >= 0, with an error of at most a unit in the last place; 0 if x is subnormal.
+// The square root of x >= 0, with a relative error of at most 2^-23. A GPU returns 0 for a subnormal x.
 __device__ __forceinline__ float square_root(float x) {
 #ifdef SIMT_HOST
   return std::sqrt(x);
@@ -30,7 +30,7 @@ __device__ __forceinline__ float square_root(float x) {
 #endif
 }
 
-// 1 / x, for kernels that are compiled for float and double.
+// For kernels that are compiled for float and for double.
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
 // 2^x, with an error of at most two units in the last place; 0 if the result is subnormal.
