@@ -166,7 +166,7 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 
 // exp(x) for |x| <= 708 with an error of at most 4 units in the last place, and NaN for NaN. For other x the result has
 // no meaning. Without AVX-512, x = n log 2 + r with |r| <= log(2) / 2, and exp(r) is a Taylor polynomial up to r^12
-// (remainder below 2e-16). With AVX-512, x = n log(2) / 16 + r. A table in two registers has 2^(j / 16) for the low four
+// (remainder below 2e-16). With AVX-512, x = n log(2) / 16 + r. Two registers hold 2^(j / 16) for the low four
 // bits j of n, and a polynomial up to r^7 is enough.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
