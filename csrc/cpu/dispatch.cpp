@@ -1,4 +1,5 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py). A token is read once for all its rows.
+// Dispatch on the CPU (definition: python_ref/dispatch.py). All rows of a token are written one after
+// the other, so that the token is read from memory once.
 
 #include "ops.h"
 
@@ -12,7 +13,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// Returns 1 and writes nothing if expert_offsets[num_experts], or an index other than -1, is out of range, else 0.
+// Returns 1 and writes nothing if expert_offsets[num_experts], or an index other than -1 in row_token or slot_row, is
+// out of range, else 0.
 int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token, const int32_t* slot_row,
                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
                  int64_t num_rows, int64_t dim, int threads) {

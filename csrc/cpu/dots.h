@@ -1,6 +1,6 @@
 // Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's
-// weight: one dot product for each row and column. With panels (tiles.h) the weight is transposed first. For one row,
-// dot products take 0.6 of the time of panels in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
+// weight: one dot product for each row and column. PanelProduct (tiles.h) needs the weight transposed first. For one
+// row, dot products take 0.6 of its time with a bfloat16 weight of 512 x 2048, 0.8 with a float32 weight of 256 x 1024.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kDotRows = 4;  // largest number of rows of an expert that dot products multiply
-constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of additions
+constexpr int64_t kDotRows = 4;  // most rows of an expert for which dot products are used
+constexpr int kDots = 8;         // columns at a time: their independent sums hide the latency of additions
 
 // to[c] = sum over k < depth of a[k] * columns[c * apart + k], for c < C. In: T or Bf16Pair (pairs.h).
 template <int C, class T, class In>
@@ -44,7 +44,7 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
 }
 
 // to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). Rows of a are a_row elements
-// apart, rows of `columns` `apart` elements.
+// apart; rows of `columns` are `apart` elements apart.
 template <class T, class In>
 MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns, int64_t apart,
                                        int64_t count, int64_t depth) {

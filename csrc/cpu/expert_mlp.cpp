@@ -1,5 +1,5 @@
 // The expert MLP in one call: makes the routing plan if none is given, then calls grouped_gemm_fwd twice and
-// combine_fwd. For a few rows, separate calls from Python took as long as the products.
+// combine_fwd. For a few rows, the overhead of separate calls from Python took as long as the products.
 
 #include "ops.h"
 
@@ -20,7 +20,8 @@ bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32
 
 }  // namespace
 
-// Returns 1 if an index of the given plan is out of range or, without a plan, an expert is below -1; else 0.
+// Returns 1 if grouped_gemm_fwd or combine_fwd refuses the given plan, or if no plan is given and an expert is below
+// -1. Else returns 0.
 int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in, int64_t in_stride_e,
                    int64_t in_stride_k, int64_t in_stride_j, const void* b_in, const void* w_out, int64_t out_stride_e,
                    int64_t out_stride_k, int64_t out_stride_j, const void* b_out, int activation,
@@ -28,7 +29,7 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
                    const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y, int64_t tokens,
                    int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim,
                    int64_t dout, int threads) {
-  if (index_size > 0) {  // no plan was given; `experts` cannot show it, since the pointer of an empty tensor is null
+  if (index_size > 0) {  // no plan is given; `experts` may be null, since it may have no elements
     const auto take = [&](int64_t count) { return (scratch += count) - count; };
     int32_t *const choices = take(num_rows), *const counts = take(k * num_experts), *const offsets = take(num_experts + 1);
     int32_t *const token = take(num_rows), *const choice = take(num_rows), *const slot = take(num_rows);

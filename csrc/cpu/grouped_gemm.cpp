@@ -1,5 +1,4 @@
-// Grouped products on the CPU (definition: python_ref/grouped_gemm.py), and kernels of the backward pass. Bias and
-// activation are applied row by row, while the sums of a row are in the cache.
+// Grouped products on the CPU (definition: python_ref/grouped_gemm.py), and kernels of the backward pass.
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias (column_sums)
 constexpr int64_t kChunk = 256;  // columns of a row converted at a time, in a buffer on the stack
-constexpr int64_t kPairedRows = 8;  // rows paired at a time
+constexpr int64_t kPairedRows = 8;  // rows of x that WeightGradient pairs at a time
 constexpr int64_t kBlock = 132;  // most rows of dW in a block: the least multiple of kTileRows from 128 on
 
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
@@ -152,7 +151,7 @@ struct WeightGradient {
     }
   }
 
-  // dbias_e as a sum of partial sums over kSumRows rows, which has a smaller rounding error than one running sum.
+  // dbias_e as a sum of partial sums over up to kSumRows rows: the rounding error is smaller than of one running sum.
   void column_sums(int64_t e, T* sums) const {
     T* const partial = sums + dout;
     std::fill(sums, sums + dout, T(0));
@@ -243,7 +242,7 @@ void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char
         a[i] *= w;
       }
       chunk.backward(a, dpre + row * pre_bytes);
-      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // last, as weighted may be a's memory
+      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // last: `weighted` may be the memory of `a`
     }
     drow_weight[row] = dot;
   });
@@ -265,8 +264,9 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
   clear(out, gemm.groups.used(), rows, sizeof(T));
 }
 
-// out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes `share` columns. Its
-// scratch has a byte for each token, 1 once a row of the token was added, and the sums if elements are not of type T.
+// out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes up to `share` columns.
+// Its scratch has a byte for each token, 1 once a row of the token was added; and the sums, if elements are not of type
+// T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {

@@ -16,8 +16,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Terms of a sum, or pairs of terms (pairs.h), that are added at a time: a packed panel (tiles.h) has at most 32 KB, or
-// 64 KB of pairs.
+// A long sum is computed in parts, of kDepth terms or kPairDepth pairs of terms (pairs.h), so that a packed panel
+// (tiles.h) has at most 32 KB, or 64 KB with pairs.
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
@@ -76,9 +76,9 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout): the rows of each expert e times its weight (din, dout), with element (k, j) at e * stride_e + k *
-// stride_k + j * stride_j. If `by_torch` is not null, it holds the sums from torch, with AMX plus
-// the bias.
+// Computes sums (R, dout): the rows of each expert e times its weight (din, dout), whose element (k, j) is element
+// e * stride_e + k * stride_k + j * stride_j of `weight`. If `by_torch` is not null, it holds the sums as computed by
+// torch, which may have added the bias.
 template <class T>
 struct GroupedGemm {
   GatheredRows<T> x;
@@ -120,8 +120,9 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel that follows the panel at term k and column j: the next terms of the same columns, else the
-  // next columns, else the first panel for `later`, if `later` has another expert. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel after the panel at term k and column j: the next terms of the same columns; after the last
+  // term, the next columns; after the last column, the first panel of later.expert if that is another expert.
+  // rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -149,7 +150,8 @@ struct GroupedGemm {
     return prefetcher;
   }
 
-  // sums (span.rows, dout) = the span's rows times the weight. panel: scratch for a panel, then for a copy of the rows.
+  // sums (span.rows, dout) = the span's rows times the weight. panel: scratch for a panel and, after it, a copy of
+  // the rows.
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
@@ -184,7 +186,8 @@ struct GroupedGemm {
   // of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it gets the sums, and `sums` is scratch.
+  // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it receives the sums in bfloat16,
+  // and `sums` is scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);

@@ -12,12 +12,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight takes as long as multiplying 10 to 20 rows
+constexpr int64_t kSpan = 192;  // most rows of a Span; packing a weight for it costs as much as 10 to 20 rows
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
-// Number of rows (a share) that a thread takes at a time, of `rows` in all: `most` for one thread, else kMinRows to
-// `most`. Each of several threads gets about four shares, for balance, unless these would have under 2 kMinRows rows
-// or over `most`.
+// The share: how many of `rows` rows a thread takes at a time. It is `most` for one thread, else kMinRows to `most`.
+// Each of several threads takes about four shares, for balance: fewer if a share would have under 2 * kMinRows rows,
+// more if it would have over `most`.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -25,7 +25,7 @@ inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kMinRows, most);
 }
 
-// Consecutive rows of one expert; rows = 0 after the last span.
+// Consecutive rows of one expert. rows = 0: no span is left.
 struct Span {
   int64_t expert, first, rows = 0;
 };

@@ -1,9 +1,10 @@
 // k-winner-take-all on the CPU (definition: python_ref/kwta.py).
 //
-// A row is converted to integer keys that order as its values do. Its threshold is found by counting the keys at or
-// above trial keys. The first trial comes from the row's mean and variance, later ones from inter- or extrapolation,
-// then from bisection. Rows of normally distributed values take 3 to 6 counts on average, any row at most about 8 more
-// than a key has bits. Up to 32 rows are searched together: their trials are computed in vectors.
+// A row is converted to integer keys that order as its values do. Its threshold, which separates the k largest keys, is
+// found by counting the keys at or above trial keys. The first trial comes from the row's mean and variance, the next
+// ones from interpolation or extrapolation, and after the first 8 trials from bisection. Rows of 100 to 16384 normally
+// distributed values take about 3 to 5 trials on average; any row takes at most 8 more trials than a key has bits. Up
+// to 32 rows are searched together: their trials are computed in vectors.
 
 #include "ops.h"
 
@@ -20,12 +21,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Most keys in a thread's buffer, of all rows searched together. A longer row is converted again for every count.
+// Size of a thread's buffer, in keys. The rows that are searched together share it. A longer row is converted again for
+// every count.
 constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
-constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched: the hardware prefetches longer rows
+constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched: the hardware itself prefetches longer rows
 constexpr int kRows = 32;             // most rows searched together: one bit of a uint32_t for each
-constexpr int64_t kSampledBlocks = 16;  // mean and variance come from at most 31 blocks of 32 keys
+constexpr int64_t kSampledBlocks = 16;  // mean and variance come from fewer than 2 * kSampledBlocks blocks of 32 keys
 constexpr int kTrials = 8;            // trials before bisection, the first of them from mean and variance
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
@@ -37,14 +39,15 @@ struct Winners {
   int64_t ties;
 };
 
-// count: keys at or above a trial. nearest: a new bound of the threshold, below the trial unless count > k.
+// count: number of keys at or above a trial. nearest: Search::update takes its new bounds from it; it is at least the
+// trial if count > k, else below the trial.
 template <class Key>
 struct Count {
   int64_t count;
   Key nearest;
 };
 
-// The least key[i] ^ flip that is at least `from`, or the greatest Key if there is none. This is a function, since a
+// The least key[i] ^ flip that is at least `from`; if there is none, the greatest number of type Key. A function, as a
 // reduction into a variable captured by a lambda does not always vectorise.
 template <class Key>
 Key least_from(const Key* key, int64_t n, Key from, Key flip) {
@@ -63,13 +66,13 @@ class Keys {
   using Key = typename F::Key;
   using Stat = typename F::Wide;
 
-  // Number of keys that the buffer holds at a time, for a row of n elements.
+  // Number of keys, of a row of n elements, that are in the buffer at a time, with padding.
   static int64_t span(int64_t n) { return n <= kResident ? mask_words(n) * kMaskBits : kChunk; }
 
   Keys() = default;
   Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) { load(0); }
 
-  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each part of the row.
+  // Calls pass(index of the first element, keys, number of keys with padding) for each part of the row.
   template <class Pass>
   void each(Pass pass) const {
     if (n_ <= kResident) return pass(int64_t(0), buffer_, mask_words(n_) * kMaskBits);
@@ -86,18 +89,19 @@ class Keys {
     return {count, Key(count > k ? t : t - 1)};
   }
 
-  // nearest: the row's least key from t on, or its greatest below t. Such bounds end a search among equal keys early.
+  // nearest: if count > k, the row's least key from t on, else its greatest key below t. Bisection then skips the gaps
+  // between keys.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
-    // Flipping all bits reverses the order of keys: in both cases `nearest` is the least flipped key from `from` on.
+    // Flipping all bits reverses the order: the greatest key below t, flipped, is the least flipped key from `from` on.
     const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
     Key least = std::numeric_limits<Key>::max();
     each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the values and of their squares over a sample of the row; values that are not finite count as 0. Returns
-  // the size of the sample. F::Wide is exact enough, since the sums only guide the search.
+  // Sums the values and their squares over a sample of the row; values that are not finite count as 0. Returns the size
+  // of the sample. The sums need not be exact, since they only guide the search.
   int64_t moments(Stat* sum, Stat* square_sum) const {
     const int64_t blocks = std::max(std::min(n_, span(n_)) / kMaskBits, int64_t(1));
     const int64_t skip = std::max(blocks / kSampledBlocks, int64_t(1));
@@ -224,8 +228,9 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  Stat bottom_[kRows], top_[kRows];  // values of the last trials with count > k and <= k; at first, sums of `moments`
-  Stat slope_[kRows];                // distance between neighbouring values at the threshold, if values are normal
+  // Value of the last trial with count > k, and of the last with count <= k. Before the first trial, the sums of `moments`.
+  Stat bottom_[kRows], top_[kRows];
+  Stat slope_[kRows];  // expected gap between sorted values at the threshold, if they are normal
 };
 
 // Calls put(index, word) for each word of the row's mask, from left to right.
@@ -246,7 +251,7 @@ void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   });
 }
 
-// Prefetches a row that will be searched next: saves 4 to 6 % of the time for rows of 100 floats.
+// Prefetches a row of the next block of rows: saves 4 to 6 % of the time for rows of 100 floats.
 template <class Key>
 void prefetch_row(const Key* row, int64_t n) {
   constexpr int64_t line = 64 / sizeof(Key);
@@ -322,7 +327,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // Integers of the search have the size of its floats, if n fits in them: vectors of both have as many lanes.
+    // If n fits, the integers of the search are as wide as its floats, so that vectors of both have as many lanes.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -1,7 +1,7 @@
-// Matrix products C = A B that are small enough for the caches. A tile of C is in registers. A panel, a few vectors
-// wide, of the columns of B is packed and padded with zeros, or read in place. Every tile adds the terms of an element
-// in the order of k, so a result depends neither on the number of threads nor on other rows. Its rounding depends on
-// the processor: on fused multiply-adds, on pairs (pairs.h), and on kDepth (cpu/grouped_gemm.h).
+// Matrix products C = A B that are small enough for the caches. The sums of a tile of C stay in registers. B is read in
+// panels, each a few vectors wide: a panel is packed (copied, and padded with zeros) or read in place. The terms of an
+// element of C are added in a fixed order, so the element depends neither on the number of threads nor on other rows of
+// A. Its rounding depends on the processor: on fused multiply-adds, pairs (pairs.h) and kDepth (cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace moe {
 namespace MOE_ISA {
 
 // A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2 or SSE. With
-// AVX-512, 12 x 2 vectors are a tenth slower: 14 loads for 24 products instead of 10.
+// AVX-512, tiles of 12 x 2 vectors are a tenth slower: they need 14 loads for 24 products, tiles of 6 x 4 only 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4;
@@ -29,26 +29,27 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches memory of the next product during this product. Without this, 64 rows times a 128 x 128 weight in no cache
-// take 1.5 times as long. Each step over k has one prefetch, since only about a dozen can be in flight.
+// Prefetches, during a product, memory that its next panel or the next product reads. Without it, the product of 64
+// rows with a 128 x 128 weight that is in no cache takes 1.5 times as long. Each step over k prefetches at most one
+// cache line of this memory, since only about a dozen prefetches can be in flight.
 struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
     int64_t bytes = 0;
   };
   Piece pieces[2];  // memory of the next product
-  int64_t steps;    // steps of the inner loop that this product still has
-  bool fresh;       // the memory of the sums is new, and is prefetched too: saves a tenth of a product's time
-  // Cache lines to prefetch before `pieces`, for the next panels. A tile of n steps prefetches one line from each of n
-  // rows that are next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
+  int64_t steps;    // steps over k that this product still has, in all its tiles
+  bool fresh;       // C is probably in no cache, and is prefetched too: saves a tenth of a product's time
+  // Cache lines to prefetch before `pieces`. A tile of n steps over k prefetches one line from each of n rows that are
+  // next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
   struct Lines {
     Piece next;        // address of the next line in the first row, and bytes from row to row
     int64_t left = 0;  // lines of each row that are still to prefetch
   };
   Lines lines[4] = {};
 
-  // Sets lines[at] to `bytes` bytes of each row; rows are `apart` bytes apart. If a step takes two rows (pairs),
-  // lines[at] has the even rows and lines[at + 1] the odd rows.
+  // Sets lines[at] to the first `bytes` bytes of each row; rows are `apart` bytes apart. If rows_of_step is 2 (a step
+  // over k reads a pair of rows), lines[at] has the even rows and lines[at + 1] the odd rows.
   void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
@@ -75,7 +76,7 @@ struct Prefetcher {
   }
 };
 
-// Stores a row of a tile: the first `columns` elements of `to` become `sum`, or to + sum if `more`.
+// Stores the first `columns` elements of `sum`, a row of a tile, to `to`, or adds them to `to` if `more`.
 template <class T, int W>
 inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   constexpr int lanes = kLanes<T>;
@@ -102,7 +103,7 @@ struct Left {
 
   static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kPackRows) * depth + m % kPackRows; }
 
-  // The layout of the tile that starts at row m. whole: it has kTileRows rows.
+  // A from row m on, for a tile that starts there. whole: the tile has kTileRows rows.
   Left from(int64_t m, int64_t depth, bool whole) const {
     if (packed != nullptr && whole) return {at + m, row, step, packed + packed_at(m, depth)};
     if (packed != nullptr) return {packed + packed_at(m, depth), 1, kPackRows};
@@ -111,25 +112,26 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With AVX-512, reading in place was faster below 150 rows, or only below 24 to 48 if `apart` was 4 KB
-// or more, since rows of B then share few sets of the caches. With other instruction sets a panel is at most one cache
-// line wide, and reading in place took 1.1 to 1.5 times as long for 16 rows.
+// row to row of B. With one tile, packing cannot help. With AVX-512, reading in place was faster below 150 rows, but
+// only below 24 to 48 if `apart` was 4 KB or more. With other instruction sets it took 1.1 to 1.5 times as long as
+// packing for 16 rows.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
-// Whether PanelProduct accepts an unpacked b: its columns fill a whole panel, or half a panel that is read in place.
+// Whether PanelProduct accepts an unpacked b: its columns fill a panel, or half a panel that is read in place
+// (only with AVX-512).
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
-// How a tile reads b. packed: from the packed panel; packs: in place, and packs b for later tiles; in_place: in place.
+// How a tile reads b. packed: from the packed panel; packs: in place, and packs it for later tiles; in_place: in place.
 enum class Right { packed, packs, in_place };
 
 // c (rows, columns <= kPanel) = a b, or c += a b if `more`. If b == packed, b is a packed panel (depth, kPanel).
-// Otherwise rows of b are b_row elements apart, and the first tile packs b into `packed` unless reads_in_place. In, the
-// type of the factors' elements, is T or Bf16Pair.
+// Otherwise rows of b are b_row elements apart, and the first tile packs b into `packed` unless reads_in_place. In: the
+// type of the elements of a and b, T or Bf16Pair (pairs.h).
 template <class T, class In = T>
 struct PanelProduct {
   Left<In> a;
@@ -140,10 +142,11 @@ struct PanelProduct {
   T* c;
   int64_t c_row, rows, columns;
   bool more;
-  char* rounded = nullptr;  // if not null, results of pairs are written there as bfloat16, instead of to c
+  char* rounded = nullptr;  // only with pairs: if not null, results are written there in bfloat16, not to c
 
   // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
-  // some rows are computed twice if left < M. The distance between the halves is constant: at[m] serves row m of both.
+  // some rows are computed twice if left < M. Row m of the second half is row_of(half) rows after row m of the first
+  // half, so both are read by the pointer at[m].
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -170,7 +173,7 @@ struct PanelProduct {
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
-        // The hardware does not prefetch rows that are far apart. This prefetch saves a tenth of the time of 512 rows.
+        // The hardware does not prefetch rows that are far apart.
         if constexpr (right != Right::packed) __builtin_prefetch(row + 8 * b_row + w * lanes);
         if constexpr (right == Right::packs) store(packed + k * kPanel<T> + w * lanes, v[w]);
       }
@@ -203,8 +206,8 @@ struct PanelProduct {
     }
   }
 
-  // The tiles of rows first to last - 1. The loop is a function of its own with a copy of *this that no store changes,
-  // so that addresses stay in registers: saves 2 % of the time.
+  // Computes rows `first` to last - 1. The compiler knows that stores to c do not change `own`, a local copy of *this,
+  // and keeps its members in registers: saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
     const PanelProduct own = *this;
@@ -218,7 +221,7 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // (0.9 of the time for 8 rows), unless a is packed or being packed: a tile could cross the end of a packed block.
+    // of up to 4 rows, unless a is packed or being packed: a tile could then cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
@@ -248,7 +251,8 @@ struct PanelProduct {
   }
 };
 
-// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. Of b's strides, b_k or b_j is 1.
+// panel (depth, width) = b (depth, columns) from column `first` on, with zeros after b's last column. b_k and b_j are
+// the strides of b's rows and columns; one of them is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {

@@ -7,7 +7,7 @@
 namespace moe {
 
 struct Tree {
-  int num_experts, full, deep;  // full: 2^depth; deep: number of leaves at the full depth, which are the left-most ones
+  int num_experts, full, deep;  // full: 2^(levels below the root); deep: leaves on the lowest level, the left-most ones
 
   explicit Tree(int64_t experts) : num_experts(static_cast<int>(experts)), full(1) {
     while (full < num_experts) full *= 2;
@@ -65,9 +65,9 @@ struct Split {
   __device__ float right() const { return smooth(w); }
   __device__ bool saturated() const { return u == 0.0f || w == 0.0f; }
 
-  // The derivative to t of a h + b (1 - h) with constants a and b, given below_left = a h and below_right = b (1 - h).
-  // It is below_left h' / h - below_right h' / (1 - h), over one denominator, with h' / h = 6 w / (gamma u (3 - 2u)).
-  // The quotient is finite, since below_left has the factor u^2.
+  // The derivative of a h + b (1 - h) to t, for constants a and b, given below_left = a h and below_right = b (1 - h):
+  // below_left h' / h - below_right h' / (1 - h), over one denominator, with h' / h = 6 w / (gamma u (3 - 2u)) and
+  // h' / (1 - h) = 6 u / (gamma w (3 - 2w)).
   __device__ float derivative(float below_left, float below_right, const SmoothStep& step) const {
     if (saturated()) return 0.0f;
     const float numerator = below_left * right() - below_right * left();

@@ -1,4 +1,4 @@
-// Loads and stores of global memory. The cache evicts data of store_streaming first.
+// Loads and stores of global memory. The caches evict what store_streaming wrote before other data.
 #pragma once
 
 #include "moe/platform.cuh"
