@@ -14,7 +14,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias (column_sums)
+constexpr int64_t kSumRows = 64;  // most rows in a partial sum of dbias (column_sums)
 constexpr int64_t kChunk = 256;  // columns of a row converted at a time, in a buffer on the stack
 constexpr int64_t kPairedRows = 8;  // rows of x that WeightGradient pairs at a time
 constexpr int64_t kBlock = 132;  // most rows of dW in a block: the least multiple of kTileRows from 128 on
@@ -151,7 +151,7 @@ struct WeightGradient {
     }
   }
 
-  // dbias_e as a sum of partial sums over up to kSumRows rows: the rounding error is smaller than of one running sum.
+  // dbias_e as a sum of partial sums, of up to kSumRows rows: one running sum would have a larger rounding error.
   void column_sums(int64_t e, T* sums) const {
     T* const partial = sums + dout;
     std::fill(sums, sums + dout, T(0));
@@ -265,8 +265,7 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
 }
 
 // out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes up to `share` columns.
-// Its scratch has a byte for each token, 1 once a row of the token was added; and the sums, if elements are not of type
-// T.
+// Its scratch has a byte for each token, 1 once a row of the token was added, and also sums if elements are not of T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {

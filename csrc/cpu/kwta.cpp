@@ -22,7 +22,7 @@ namespace MOE_ISA {
 namespace {
 
 // Size of a thread's buffer, in keys. The rows that are searched together share it. A longer row is converted again for
-// every count.
+// every pass over it.
 constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
 constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched: the hardware itself prefetches longer rows
@@ -228,9 +228,9 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  // Value of the last trial with count > k, and of the last with count <= k. Before the first trial, the sums of `moments`.
+  // Value of the last trial with count > k, and of the last with count <= k. At first, the sums of `moments`.
   Stat bottom_[kRows], top_[kRows];
-  Stat slope_[kRows];  // expected gap between sorted values at the threshold, if they are normal
+  Stat slope_[kRows];  // expected gap between neighbouring sorted values at the threshold, if values are normal
 };
 
 // Calls put(index, word) for each word of the row's mask, from left to right.

@@ -29,7 +29,7 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches, during a product, memory that its next panel or the next product reads. Without it, the product of 64
+// Prefetches, during a product, memory of its next panel and of the next product. Without it, the product of 64
 // rows with a 128 x 128 weight that is in no cache takes 1.5 times as long. Each step over k prefetches at most one
 // cache line of this memory, since only about a dozen prefetches can be in flight.
 struct Prefetcher {
@@ -38,7 +38,7 @@ struct Prefetcher {
     int64_t bytes = 0;
   };
   Piece pieces[2];  // memory of the next product
-  int64_t steps;    // steps over k that this product still has, in all its tiles
+  int64_t steps;    // steps over k that the tiles of this product still have in all
   bool fresh;       // C is probably in no cache, and is prefetched too: saves a tenth of a product's time
   // Cache lines to prefetch before `pieces`. A tile of n steps over k prefetches one line from each of n rows that are
   // next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
@@ -126,7 +126,7 @@ inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
-// How a tile reads b. packed: from the packed panel; packs: in place, and packs it for later tiles; in_place: in place.
+// How a tile reads b. packed: from the packed panel; packs: in place, and packs b for later tiles; in_place: in place.
 enum class Right { packed, packs, in_place };
 
 // c (rows, columns <= kPanel) = a b, or c += a b if `more`. If b == packed, b is a packed panel (depth, kPanel).
