@@ -265,7 +265,8 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
 }
 
 // out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes up to `share` columns.
-// Its scratch has a byte for each token, 1 once a row of the token was added, and also sums if elements are not of T.
+// Its scratch has a byte for each token, 1 once a row of the token was added. If elements are not of type T, the sums
+// are in scratch too.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {
