@@ -1,6 +1,6 @@
 // Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's
 // weight: one dot product for each row and column. PanelProduct (tiles.h) needs the weight transposed first. For one
-// row, dot products take 0.6 of the time of both steps (bfloat16, a weight of 512 x 2048), or 0.8 (float32, 256 x 1024).
+// row, dot products take 0.6 of the time of both steps (bfloat16, a weight of 512 x 2048) or 0.8 (float32, 256 x 1024).
 #pragma once
 
 #include <cstdint>
