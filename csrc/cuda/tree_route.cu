@@ -1,6 +1,7 @@
-// Finds the likeliest leaf of each tree. A warp takes one tree of a token, and goes from each node to the likelier
-// child. The other child is pushed onto a stack if its probability is above 0. A node from the stack is visited only if
-// it is at least as likely as the best leaf so far. Only the weights of visited nodes and of the best leaf are read.
+// Finds the likeliest leaf of each tree for each token, and computes the weights of the experts at these leaves. A warp
+// searches one tree at a time. It goes from each node to the likelier child, and pushes the other child onto a stack if
+// that child's probability is above 0. A node from the stack is visited only if it is at least as likely as the best
+// leaf so far. Only the weights of visited nodes and of the best leaf are read.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -15,8 +16,8 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 8;         // of a block
-constexpr int kBlocks = 2;        // per SM: for more the compiler would spill
-constexpr int kMostTrees = 1024;  // a block then has one token, which takes 8 KB of shared memory
+constexpr int kBlocks = 2;        // per SM: for 3, nvcc spills registers
+constexpr int kMostTrees = 1024;  // largest K
 
 template <class T, class Vector>
 struct Products {
@@ -25,7 +26,7 @@ struct Products {
   const T* bias;         // (rows), or nullptr
   int vectors, lane;
 
-  // Rounded to the dtype of x, as a matrix product would be; the same in every lane.
+  // <x, weight[row]> + bias[row], rounded to T as the result of a matrix product is. All lanes get the result.
   __device__ float operator[](int row) const {
     using Elements = Pack<T, Vector>;
     float sum = 0.0f;
@@ -47,7 +48,8 @@ struct Candidate {
   float prob;
 };
 
-// Lane i holds entry i. 32 entries suffice: a tree has at most 30 levels of inner nodes, each with at most one entry.
+// Lane i holds entry i. 32 entries suffice: each entry is the sibling of a node on the path from the root to the
+// current node, and a tree has at most 30 levels below the root.
 struct Stack {
   Candidate mine{0, 0.0f};
   int size = 0;
@@ -65,10 +67,10 @@ struct Stack {
 struct Descent {
   Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  // Largest probability of a visited node that is not saturated (undecided), or that has a NaN logit (unknown).
+  // Largest probabilities: of visited nodes that are not saturated (undecided), of those with a NaN logit (unknown).
   float undecided = -1.0f, unknown = -1.0f;
 
-  // At a node whose logit is NaN, the search goes left.
+  // At a node whose logit is NaN, the search goes to the left child only.
   template <class Logits>
   __device__ void run(const Logits& split_logits, const Tree& tree, const SmoothStep& step, int lane) {
     Stack stack;
@@ -98,7 +100,8 @@ struct Descent {
   }
 };
 
-// A softmax over the trees' leaf logits. The first of several trees with the same expert gets the sum of their weights.
+// A softmax over the logits of the trees' best leaves. If several trees have the same expert, the first gets the sum of
+// their weights; the others get weight 0 and expert -1.
 __device__ void merge_trees(const float* logits,    // (K)
                       const int32_t* chosen,  // (K)
                       float* weights,         // (K)

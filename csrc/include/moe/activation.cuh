@@ -1,5 +1,5 @@
-// Activations of an expert's hidden units and their derivatives, in float32. A gated activation (SwiGLU, GeGLU) is
-// act(gate) * linear. Its rows of pre-activations hold all gates, then all linear parts.
+// Activation functions and their derivatives, in float32. A gated activation (SwiGLU, GeGLU) is act(gate) * linear. A
+// row of its pre-activations holds all gates, then all linear parts.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -17,9 +17,9 @@ struct Point {
   float value, slope;
 };
 
-// `below` is the standard normal distribution function at x, `density` its derivative. For x <= 0 the function is
-// computed as P(t) e^(-x^2 / 2) with t = 1 / (1 + 0.29 |x|) and a fitted polynomial P. Without rounding errors its
-// relative error is at most 8e-8 for |x| <= 13. erff takes more instructions, and 1 + erff(x / sqrt(2)) loses digits.
+// `below` is the standard normal distribution function at x, `density` its derivative. `tail`, the function at -|x|, is
+// computed as P(t) e^(-x^2 / 2) with t = 1 / (1 + 0.29 |x|) and a fitted polynomial P. Without rounding errors, the
+// relative error of `tail` is at most 8e-8 for |x| <= 13.
 struct Normal {
   float below, density;
 
@@ -40,10 +40,11 @@ struct Normal {
 };
 
 // Calls work(curve). The function curve(p) returns the Point of `activation` at p; if gated, p is the gate.
+// The value of relu at NaN is NaN.
 template <class Work>
 __device__ __forceinline__ void with_activation(int activation, Work work) {
   switch (activation) {
-    case kRelu: return work([](float p) { return p <= 0.0f ? Point{0.0f, 0.0f} : Point{p, 1.0f}; });  // NaN for NaN
+    case kRelu: return work([](float p) { return p <= 0.0f ? Point{0.0f, 0.0f} : Point{p, 1.0f}; });
     case kGelu:
     case kGeglu:
       return work([](float p) {

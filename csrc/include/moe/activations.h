@@ -1,4 +1,4 @@
-// Activations and their derivatives, which vectorise in float (definition: python_ref/grouped_gemm.py).
+// Activations and their derivatives (definition: python_ref/grouped_gemm.py). Loops over them vectorise in float.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,7 @@ inline float erf(float x) {
 inline double erf(double x) { return std::erf(x); }
 
 // tanh(x) as x P(x^2) / Q(x^2), fitted for the least relative error: at most 7 units in the last place. The result is
-// exactly +-1 for |x| >= 8.2728. The formula 1 - 2 / (e^(2 x) + 1) takes twice the time and needs a series near 0.
+// exactly +-1 for |x| >= 8.2728.
 inline float tanh(float x) {
   const float bounded = x < -8.27271175f ? -8.27271175f : x > 8.27271175f ? 8.27271175f : x, s = bounded * bounded;
   float p = 1.47124828e-8f;
@@ -54,7 +54,7 @@ inline float tanh(float x) {
   q = q * s + 4.67617154e-1f;
   q = q * s + 1.0f;
   const float y = bounded * p / q;
-  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may give the number after 1
+  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may give |y| > 1
 }
 
 inline double tanh(double x) { return std::tanh(x); }
@@ -89,7 +89,8 @@ inline Sloped<T> sloped(T x) {
 }
 
 // Functions that apply an activation to `count` elements of a row. value: out = act(pre), times `up` (the linear parts)
-// if gated. slope: the gradients to pre and, if gated, to up. An output may be the same array as any input.
+// if gated. slope: from `grad`, the gradient to out, computes dpre and, if gated, dup, the gradients to pre and to up.
+// An output may be the same array as any input.
 template <class T>
 struct ActivationRow {
   bool gated;

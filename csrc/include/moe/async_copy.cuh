@@ -5,8 +5,8 @@
 
 namespace moe {
 
-// Copies the first `valid` of BYTES bytes from global memory at `source` to shared memory, and zeros for the rest. Both
-// addresses are multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its matrix.
+// Starts a copy of `valid` bytes from global memory at `source` to shared memory, followed by zeros up to BYTES bytes.
+// Both addresses are multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its matrix.
 template <int BYTES>
 __device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -25,8 +25,9 @@ __device__ __forceinline__ void async_copy(void* destination, const void* source
 #endif
 }
 
+// Makes a group of this thread's copies since the last call.
 __device__ __forceinline__ void async_commit() {
-#ifndef SIMT_HOST  // on the host a copy is finished when it returns
+#ifndef SIMT_HOST  // on the host, async_copy copies at once
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }

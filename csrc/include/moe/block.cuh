@@ -1,4 +1,4 @@
-// Collective operations of the warps of a block.
+// An exchange between the warps of a block.
 #pragma once
 
 #include "moe/shared.cuh"
@@ -14,8 +14,8 @@ struct Exchange {
 };
 
 // Returns, in lane i of every warp, the sum of `value` over warp i; zero if the block has no warp i. All threads of the
-// block call it. Each thread keeps a `turn`, initially 0, for each Exchange. Consecutive calls alternate between the
-// two sets of slots, so that one barrier a call is enough.
+// block must call this function. Each thread keeps a `turn`, initially 0, for each Exchange. Consecutive calls use the
+// two rows of slots in turn, so that one barrier a call is enough.
 template <class T>
 __device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
   const int lane = threadIdx.x % kWarpSize;

@@ -45,9 +45,10 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-// Bits 15 and 31 of the result: whether the lower and the upper half of x reach those of y, as unsigned integers. The
-// other bits have no meaning. If the high bits of two halves differ, they decide, else the low 15 bits. x has its high
-// bits set before the subtraction, so the lower half cannot borrow from the upper one.
+// Compares the halves of x and y as unsigned integers. Bit 15 of the result: whether the lower half of x reaches the
+// lower half of y; bit 31: the same for the upper halves. The other bits have no meaning. If the high bits of two
+// halves differ, the high bits decide, else the low 15 bits. x has its high bits set before the subtraction, so the
+// lower half cannot borrow from the upper one.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);
@@ -65,7 +66,8 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #endif
 }
 
-// Returns how many halves are all ones, in words whose halves are all ones or zero. sum: minus the sum of the words.
+// Counts the halves that are all ones in words whose halves are all ones or zero. `sum` is minus the sum of the words.
+// If H upper and L lower halves are all ones, `sum` is 65536 (H - L) + L.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

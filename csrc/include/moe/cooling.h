@@ -11,10 +11,11 @@
 #endif
 
 namespace moe {
-namespace {  // each instruction set of the CPU kernels compiles a copy of its own
+namespace {  // the CPU kernels are compiled for several instruction sets, and each needs its own copy
 
-// Temperatures change geometrically from `first` to `last`; the last iteration has exactly `last`. A temperature is
-// computed from the number t of its iteration alone, so that forward and backward pass use the same bits.
+// Temperatures change geometrically from `first` to `last`; the last iteration has exactly `last`. The temperature of
+// iteration t (from 0) is computed from t, not from the temperature before, so that forward and backward pass use the
+// same bits.
 class Cooling {
  public:
   Cooling(double first, double last, int64_t iterations)

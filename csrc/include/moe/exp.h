@@ -9,8 +9,9 @@
 namespace moe {
 namespace MOE_ISA {
 
-// exp(x) with an error of at most 2 units in the last place. x = n log 2 + r with |r| <= log(2) / 2; exp(r) is the
-// polynomial of Cephes' expf. 2^n is multiplied as two factors, since n may be out of the range of a float's exponent.
+// exp(x) with an error of at most 2 units in the last place. x = n log 2 + r, where n is x / log 2 rounded to an
+// integer; exp(r) is the polynomial of Cephes' expf. 2^n is multiplied as two factors, since n may be out of the range
+// of a float's exponent.
 // exp(-inf) is 0, exp(inf) is inf, and exp(NaN) is NaN.
 inline float exp(float x) {
   const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;  // the result is 0 or inf beyond

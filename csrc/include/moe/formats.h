@@ -1,6 +1,7 @@
 // Element types of the CPU kernels, as template arguments F. F::Key is a signed integer with the size of an element,
-// and F::Wide the type of the computation. Kernels read memory as F::Key, so that the compiler never does 16-bit
-// arithmetic in floating point. A key is an integer of type F::Key that orders as the values do.
+// and F::Wide the type of the computation. Kernels read the bits of an element as an F::Key, so that the compiler never
+// does 16-bit arithmetic in floating point. The key of an element (key_of) is an F::Key too; keys are ordered as the
+// values are.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// widen converts bits to a value, exactly; narrow a value to bits, rounded to nearest even. Both keep NaN. decode and
-// encode convert values without a sign. encode need not round to nearest: near is enough to search a threshold.
+// widen converts bits to a value, exactly; narrow converts a value to bits, rounded to nearest even. Both keep NaN.
+// decode and encode are for values >= 0 that are not NaN. encode need not round to nearest: key_near needs no more.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -75,8 +76,8 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal number. From 2^-14 on, adding 0xfff and the
-    // parity rounds to nearest even.
+    // Below 2^-14, the last place of a float16 is 2^-24, as is that of a float from 0.5 on: adding 0.5 rounds. From
+    // 2^-14 on, adding 0xfff and the lowest bit that is kept rounds to nearest even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
@@ -94,7 +95,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key (65536 for float16's inf), without branches: the sign of a threshold near zero is unpredictable.
+// The value of a key that is not NaN's; +-65536 for float16's +-inf.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -104,7 +105,7 @@ inline typename F::Wide value_of(typename F::Key key) {
   return bits_as<typename F::Wide>(Bits(size | (Bits(sign) & std::numeric_limits<Bits>::min())));
 }
 
-// The value of a key, or 0 if it is not finite. (Compared unsigned: the lowest integer has no positive counterpart.)
+// The value of a key, or 0 if the value is not finite.
 template <class F>
 inline typename F::Wide finite_or_zero(typename F::Key key) {
   using Key = typename F::Key;

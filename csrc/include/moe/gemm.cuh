@@ -1,6 +1,7 @@
-// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16. cp.async copies both factors to shared memory,
-// ldmatrix loads fragments of them, and mma.sync adds their products to float32 sums in registers. Shared memory is a
-// ring of stages; a stage holds both factors for some consecutive k.
+// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16. cp.async (plain loads and stores for unaligned
+// rows) copies both factors to shared memory, ldmatrix loads fragments of the factors, and mma.sync adds products of
+// fragments to float32 sums in registers. Shared memory is a ring of stages; a stage holds both factors for some
+// consecutive k.
 //
 // Each factor has an outer index and the common index k. A factor that is contiguous along k is staged with a row for
 // each outer index (AlongK). A factor that is contiguous along the outer index is staged with a row for each k
@@ -15,9 +16,10 @@ namespace moe {
 
 constexpr int kPiece = 8;  // elements in 16 bytes: the largest copy of cp.async, and a row of an ldmatrix matrix
 
-// A block computes M x N sums; a stage has K terms of each. COPY: bytes of a copy to shared memory. 16 requires that
-// every row starts and ends at a multiple of 16 bytes: then no piece crosses the end of a row. 4 requires that rows
-// start at multiples of 4 bytes, and a piece takes four copies. 2 requires nothing, and a piece takes eight loads.
+// A block computes M x N sums; a stage holds the factors of K terms of each sum. A piece is kPiece neighbouring
+// elements of a row. COPY: bytes of a copy to shared memory. 16 requires that every row starts and ends at a multiple
+// of 16 bytes: then no piece crosses the end of a row. 4 requires that rows start at multiples of 4 bytes; a piece
+// takes four copies. 2 requires nothing; a piece takes eight loads.
 template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
@@ -25,28 +27,31 @@ struct Tile {
   static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements of a stage
   // Floats from row to row of the sums in shared memory. Half a warp writes 4 rows of 4 pairs of columns at once; with
-  // a pitch of N + 8 these are in 32 different banks.
+  // a pitch of N + 8, these 32 floats are in different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
   static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and CUDA's 1 KB for each, fit in an A100's SM");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
-// An SM of an A100 does 1024 multiply-adds a clock, and moves 128 bytes a clock to or from shared memory. The products
-// of a stage take 512 clocks. With 64 x 64 sums a warp, reads of shared memory take 256 clocks and writes 128; with 64
-// x 32 sums reads would take 384. Two blocks of 4 stages of 16 KB and 128 threads of 255 registers fit on an SM.
+// An SM of an A100 does 1024 multiply-adds a clock, and moves 128 bytes a clock to or from shared memory. A stage's
+// products take 512 clocks. With 64 x 64 sums a warp, a stage's reads of shared memory take 256 clocks and its writes
+// 128; with 64 x 32 sums a warp, the reads would take 384. Two blocks fit on an SM, each with 68 KB of shared memory
+// and 128 threads of 255 registers.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
-// For few rows per expert: the time is then that of reading the weights. Two blocks on an SM keep copies of 3 stages of
-// 20 KB each in flight, 120 KB in all. An SM needs 19 KB in flight: its share (1 / 108) of 2 TB/s at a latency of 1 us.
+// For few rows per expert: the time is then that of reading the weights. Two blocks on an SM each keep copies of 3
+// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of 2 TB/s, times a
+// latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads the same piece of 8 rows
-// at once. To avoid bank conflicts, these must be in different 16-byte parts of the 128 bytes of all banks. Therefore
-// piece p is stored in the place of piece p ^ (row % 8), or p ^ (row / 2 % 4) if rows have 64 bytes.
+// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads from 8 rows at once, from
+// each the piece with the same number. To avoid bank conflicts, these 8 pieces must be in different 16-byte parts of
+// the 128 bytes of all banks. Therefore piece p is stored at the place of piece p ^ (row % 8), or p ^ (row / 2 % 4) if
+// rows have 64 bytes.
 template <int COLUMNS>
 __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
@@ -54,7 +59,8 @@ __device__ __forceinline__ int staged_offset(int row, int piece) {
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
 }
 
-// How many elements of a piece are inside its row. left: elements of the row from the piece's start on, maybe negative.
+// How many elements of a piece are inside its row. left: elements from the piece's start to the row's end, maybe
+// negative. With COPY 16, a piece is inside or outside as a whole.
 template <int COPY>
 __device__ __forceinline__ int piece_length(int left) {
   if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
@@ -84,8 +90,9 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
   }
 }
 
-// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows. Rows of zeros have
-// the address `anywhere`. Nothing is read for them, nor past num_k, where an address may be past the matrix's end.
+// OUTER rows of a matrix that is contiguous along k; some may be rows of zeros instead. Each thread copies the piece
+// with the same number of kRows rows. For a row of zeros the address is `anywhere`, and nothing is read. Past num_k
+// nothing is read either, and an address may be past the matrix's end.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -131,7 +138,7 @@ class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
   static constexpr int kRows = Tile::kK / kRowsAtOnce;
 
-  const T* next_;  // the next piece to copy by this thread
+  const T* next_;  // the piece that this thread copies next
   int64_t apart_;  // elements from one of this thread's rows to its next row
   int valid_;      // elements of this thread's piece that are inside a row
 
@@ -141,7 +148,8 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i): index of column i in a row of the matrix. columns_left(i): number of columns from this index on.
+  // column_at(i): which column of the matrix is column i of the OUTER columns. columns_left(i): number of columns from
+  // there on that may be read; maybe negative.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {
@@ -160,7 +168,7 @@ class AcrossK {
 };
 
 // As AcrossK, with gathered rows: the row for k is row index[k] of the matrix, or zeros if index[k] is negative. If
-// `index` is nullptr, it is row k. The address for a negative index is before the matrix, but nothing is read there.
+// `index` is nullptr, the row for k is row k. For a negative index the address is before the matrix; nothing is read.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -170,7 +178,7 @@ class GatheredAcrossK {
   int64_t stride_;
   const int32_t* index_;
   int valid_;
-  int32_t next_[kRows];  // indices of the rows of the next copy, loaded one copy ahead
+  int32_t next_[kRows];  // indices of the rows that the next call of `copy` copies
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 
@@ -254,7 +262,8 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While a warp
 // multiplies 16 k, it loads the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied: these are in registers by then, so all warps may now read the next stage and refill this one.
+// multiplied: their fragments are in registers by then. After the barrier, all warps may read the next stage and
+// refill the present one.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
@@ -319,7 +328,8 @@ __device__ __forceinline__ void read_sums(const float* from, Piece& values) {
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Reads the first `count` of 8 neighbouring elements; the others become 0. `vectorized`: `from` is aligned to 16 bytes.
+// Converts the first `count` of the 8 elements at `from` to float32; the other values become 0. `vectorized`: `from` is
+// aligned to 16 bytes.
 template <class T>
 __device__ __forceinline__ void read_piece(const T* from, int count, bool vectorized, Piece& values) {
   if (vectorized && count >= kPiece) {
@@ -342,8 +352,8 @@ __device__ __forceinline__ void write_piece(T* to, int count, bool vectorized, c
   }
 }
 
-// The tile of block `index` among rows x columns tiles. Blocks take groups of eight rows of tiles, column by column, so
-// that blocks that run at the same time share rows and columns in the L2 cache.
+// The tile of block `index` among rows x columns tiles. Blocks take groups of up to eight rows of tiles, column by
+// column, so that blocks that run at the same time share the rows and columns of the factors in the L2 cache.
 struct TileIndex {
   int row, column;
 

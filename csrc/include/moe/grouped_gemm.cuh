@@ -1,7 +1,8 @@
-// Grouped GEMM: rows sorted (or gathered) by expert, times the weights of their experts. An epilogue (in csrc/cuda:
-// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block whose tile has rows calls
-// its epilogue once, with the sums in shared memory (stage_sums of gemm.cuh). gated_columns() of the epilogue returns
-// whether columns of the product are gates, then linear parts; if it is constexpr, this saves registers.
+// Grouped GEMM: each row of x, sorted (or gathered) by expert, times its expert's weight. An epilogue (in csrc/cuda:
+// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes the results from the product. Each block whose tile has
+// rows calls the epilogue once, with its tile of the product in shared memory (stage_sums of gemm.cuh).
+// gated_columns() of the epilogue returns whether a row of the product holds all gates, then all linear parts; a
+// constexpr gated_columns() saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -10,7 +11,7 @@
 
 namespace moe {
 
-// With fewer rows per expert on average, tiles have 32 rows instead of 128, since unused rows of a tile take time too.
+// With fewer rows per expert on average, tiles have 32 rows instead of 128: empty rows of a tile take time too.
 constexpr int64_t kFewRows = 64;
 
 template <class T>
@@ -20,7 +21,7 @@ struct GroupedGemm {
   const int32_t* row_token;       // (R), -1 for unused rows; or nullptr
   const T* weight;                // (E, Din, Dout)
   int64_t expert_stride;          // elements from expert to expert
-  int64_t weight_stride;          // elements along Din, or Dout if transposed; the other dimension is contiguous
+  int64_t weight_stride;          // elements from index to index of Din (Dout if transposed); the other is contiguous
   const int32_t* expert_offsets;  // (E + 1)
   int64_t num_rows, num_experts, din, dout;
   int transposed;
@@ -31,7 +32,7 @@ struct GroupedGemm {
 struct TileRows {
   int expert;  // -1 for unused rows: those from expert_offsets[E] on
   int64_t first;
-  int count;  // 0 or negative if the tile is empty
+  int count;  // 0 or negative if the tile has no rows
 };
 
 // The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
@@ -54,11 +55,12 @@ __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_expe
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. left(c): number
-// of columns from c on, or of gates or linear parts if gated; maybe negative.
+// The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. at(c): which
+// column of the matrix is column c of the tile. left(c): number of columns from there to the end, or, if gated, to the
+// end of the gates or of the linear parts; maybe negative.
 template <int N>
 struct Columns {
-  int first, end;  // first column, and end of all neighbours or gates; gate i has its linear part in column end + i
+  int first, end;  // end: Dout, or the number of gates; then gate i has its linear part in column end + i
   bool gated;
 
   __device__ Columns(int tile, int dout, bool gated_)
@@ -91,7 +93,7 @@ struct Bias {
   }
 };
 
-// Sums `value` over the lanes that share a row, and stores the sum as the row's partial sum of this column tile.
+// Sums `value` over the lanes that share a row, and writes the sum to `partial`, at this column tile and row.
 template <class Tile>
 __device__ void write_row_sum(float value, int row, const TileRows& rows, int column_tile, int64_t num_rows,
                               float* partial) {  // (column tiles, R)
