@@ -41,15 +41,15 @@ struct Tile {
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
 // For few rows per expert: the time is then that of reading the weights. Two blocks on an SM each keep copies of 3
-// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of 2 TB/s, times a
-// latency of 1 us.
+// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of the memory's 2 TB/s,
+// times a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads from 8 rows at once, from
-// each the piece with the same number. To avoid bank conflicts, these 8 pieces must be in different 16-byte parts of
+// The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads 8 rows at once, of each
+// row the piece with the same number. To avoid bank conflicts, these 8 pieces must be in different 16-byte parts of
 // the 128 bytes of all banks. Therefore piece p is stored at the place of piece p ^ (row % 8), or p ^ (row / 2 % 4) if
 // rows have 64 bytes.
 template <int COLUMNS>
@@ -90,9 +90,9 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
   }
 }
 
-// OUTER rows of a matrix that is contiguous along k; some may be rows of zeros instead. Each thread copies the piece
-// with the same number of kRows rows. For a row of zeros the address is `anywhere`, and nothing is read. Past num_k
-// nothing is read either, and an address may be past the matrix's end.
+// OUTER rows of a matrix that is contiguous along k; some may be rows of zeros instead. Each thread copies one
+// piece of each of kRows rows. For a row of zeros the address is `anywhere`, and nothing is read. Past num_k nothing is
+// read either, and an address may be past the matrix's end.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
