@@ -41,8 +41,8 @@ struct Tile {
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
 // For few rows per expert: the time is then that of reading the weights. Two blocks on an SM each keep copies of 3
-// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of the memory's 2 TB/s,
-// times a latency of 1 us.
+// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of the memory's
+// 2 TB/s, times a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
