@@ -15,14 +15,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest k for which a vectorised pass over the row finds each choice; for larger k a partial sort is cheaper.
+// Up to this k, select_top_k searches the row once for each choice; for larger k it sorts.
 constexpr int64_t kPasses = 256;
 
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// Writes to `experts` the positions of the k highest of n keys in descending order, equal keys by position. `key` must
-// be padded to a multiple of kMaskBits with the lowest Rank, and may be overwritten. order (n): scratch.
+// Writes to `experts` the positions of the k highest of n keys, highest first; of equal keys the first comes first.
+// `key` must be padded to a multiple of kMaskBits with the lowest integer, and may be overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
@@ -59,7 +59,7 @@ struct Scratch {
   Rank<F>* key;             // (E), padded
   int32_t* order;           // (E)
 
-  // `room` has 20 bytes for each key, padding included: enough for float64 (8 + 8 + 4), so for every dtype.
+  // `room` has 20 bytes for each key, padding included: 8 + 8 + 4 for float64, which needs most.
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
     key = reinterpret_cast<Rank<F>*>(value + n);
@@ -109,8 +109,8 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
     if (logits != nullptr) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
-      // The probability of expert e is w_0 exp(z_e - z_0), with logits z; w_0 and z_0 belong to the first choice. The
-      // difference of two logits has one rounding, however large they are.
+      // Softmax over all experts: the probability of expert e is w_0 exp(z_e - z_0), with logits z; w_0 and z_0 are
+      // the weight and the logit of the first choice.
       const Wide highest = F::widen(logit[expert[0]]), scale = -mean * w[0];
 #pragma omp simd
       for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(scale * exp(F::widen(logit[e]) - highest));

@@ -9,8 +9,8 @@ namespace MOE_ISA {
 namespace {
 
 // The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. min(u, 1 - u)
-// is computed as (half - |t|) / gamma with half = gamma / 2. The difference is exact if |t| is near half, so no digits
-// of the smaller branch probability are lost. The step is saturated if min(u, 1 - u) is 0.
+// is computed as (half - |t|) / gamma with half = gamma / 2: near saturation the subtraction is exact, so the smaller
+// branch probability keeps its digits. The step is saturated if min(u, 1 - u) is 0.
 template <class Wide>
 struct Step {
   Wide half, inverse;
@@ -35,13 +35,13 @@ inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_cl
 
 // Leaves are nodes E-1 to 2E-2. Experts are the leaves from left to right, so those of the deepest level come first.
 struct Leaves {
-  int64_t experts, deepest, deep;  // deepest: first node of the deepest level; deep: number of its leaves
+  int64_t experts, deepest, deep;  // deepest: first node of the deepest level, which has `deep` leaves
 
   explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
-  // heap[i + 1] is the value of node i. Both functions copy only leaves.
+  // Copy the values of the leaves. heap[i + 1] is the value of node i.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
     std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);

@@ -1,7 +1,8 @@
-// The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
+// The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of
+// moe_kernels/ops/tree_gate.py).
 //
 // Forward multiplies probabilities from the root down, level by level; backward adds gradients from the leaves up. In
-// heap order the nodes of a level are neighbours, and so are their children, so levels are computed in vectors.
+// heap order the nodes of a level are neighbours, and so are their children, so vectors hold nodes of one level.
 
 #include "ops.h"
 
@@ -22,9 +23,9 @@ constexpr int64_t kPad = 16;  // rows are padded to multiples of this, so that l
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's buffers for one token. In `split` and `heap`, nodes count from 1: node m has the children 2 m and 2 m + 1,
-// so a level of at least one vector starts at a multiple of a vector. Elements written past the end of a level or a row
-// are overwritten or not used. Padding of the leaves stays 0.
+// A thread's buffers for one token. In `split` and `heap`, nodes count from 1: node m has the children 2 m and 2 m + 1.
+// Elements of `heap` written past the end of a level are overwritten later or not used. The padding of `logit`, `prob`
+// and `q` stays 0.
 template <class F>
 struct TokenBuffers {
   using Key = typename F::Key;
@@ -35,8 +36,8 @@ struct TokenBuffers {
 
   int64_t trees, experts, stride, leaves;  // stride: of a tree in `split`; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations, which backward replaces by gradients
-  Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, backward also gradients
-  Wide* heap;                              // (2 E padded + 2 kPad) of one tree
+  Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, then in backward gradients
+  Wide* heap;                              // (padded(2 E) + 2 kPad): probabilities or gradients of one tree
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
       : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {
@@ -53,7 +54,7 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Computes `prob`, and prefetches the next token's short rows: waiting for them would take a quarter of the time.
+  // Computes `prob`, and prefetches the next token's rows of split and leaf logits.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;
@@ -73,8 +74,8 @@ struct TokenBuffers {
     }
   }
 
-  // Computes q; the softmax over all leaves is q times the returned scale. A leaf takes part if its probability is not
-  // below `least` (a NaN is not). For other leaves exp(0) is computed, as exp(-inf) is slow.
+  // Computes q; the softmax over the leaves of all trees is q times the returned scale. A leaf takes part if its
+  // probability is not below `least` (a NaN is not).
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};
@@ -90,8 +91,8 @@ struct TokenBuffers {
     return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // Writes the gradients of tree k's pre-activations over them, from the leaves up. At first the heap's leaves hold p
-  // dp, a leaf's probability times its gradient; each node becomes the sum of its children.
+  // Replaces tree k's pre-activations by their gradients, from the leaves up. Before the call each leaf of `heap` holds
+  // p dp: its probability p times the gradient of p. Each node of `heap` becomes the sum of its children.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
     int64_t first = 1;
@@ -101,9 +102,9 @@ struct TokenBuffers {
       for (int64_t m = first; m < last; m += lanes) {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
-        // With r = max(1/2 - |t| / gamma, 0), the less likely branch has the probability h = r^2 (3 - 2 r) and the
-        // relative slope h' / h = 6 (1 - r) / (gamma r (3 - 2 r)). The other has `high` = 1 - h and -h' / high. Both
-        // slopes are computed with the denominator r (3 - 2 r) high.
+        // With r = max(1/2 - |t| / gamma, 0), the branches have the probabilities low = r^2 (3 - 2 r) and
+        // high = 1 - low. As t moves towards 0, low rises at the rate low' = 6 r (1 - r) / gamma, and high falls at this
+        // rate. slope is low' / (low high), so that low' / low = slope high and low' / high = slope low.
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
@@ -114,8 +115,7 @@ struct TokenBuffers {
     }
   }
 
-  // Replaces the first n lanes at `to`. The whole vector is stored, since the level above loads it whole: a load that
-  // spans two stores waits for both.
+  // Replaces the first n elements of the vector at `to`, or all if n >= lanes, by those of v.
   static void replace_first(Wide* to, V v, int64_t n) {
     store(to, n < lanes ? (indices(every) < Wide(n) ? v : load(to)) : v);
   }
@@ -186,10 +186,10 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is at most 1; scale alone may be 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is a softmax; scale alone may be as large as 1 / least
           out[e] = F::narrow(q[e]);
         }
-        // q is now the gradient of the leaf's logit, and becomes p dp (see ascend).
+        // q is now the gradient of the leaf's logit; from here on it becomes p dp (see ascend).
         if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {

@@ -1,7 +1,8 @@
-// The products of a tree gate with mostly saturated nodes: skips nodes and leaves that a token cannot reach. A node is
-// saturated if its pre-activation is at least gamma / 2 in absolute value. Below its first `levels` levels, a tree is
-// divided into branches (subtrees) of at most kColumns nodes and leaves. The weights of a branch are multiplied only by
-// the tokens that reach it. tree_gate_products_cpu.py multiplies the nodes above. K = trees, P = dim, the features.
+// The matrix products of a tree gate, forward and backward, without those of branches that a token cannot reach. If a
+// node's pre-activation is at least gamma / 2 in absolute value, the node is saturated: a token reaches only one of its
+// children. Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes and
+// leaves. The weights of a branch are multiplied only for the tokens that reach its root. The nodes above the branches
+// are left to moe_kernels/backends/native/tree_gate_products_cpu.py. K = trees, P = dim, the features.
 
 #include "ops.h"
 
@@ -18,16 +19,17 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 32;  // columns of memory for a branch: four levels of nodes and their leaves are 31
-constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 768 KiB in float32 at P = 768, fits the L2 cache
-constexpr int64_t kDepth = 256;   // tokens at a time in a sum of the weights' gradient
+constexpr int64_t kColumns = 32;  // columns of a branch's buffers: enough for 15 nodes (four levels) and 16 leaves
+constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 768 KiB in float32 at P = 768, fits an L2 of 1 MiB
+constexpr int64_t kDepth = 256;   // tokens that to_weights multiplies at a time
 
-// A tile is kRows x 2 vectors: two AVX-512 vectors of float hold a branch. A tile of moe/tiles.h has as many sums.
+// A tile of a result has kRows rows of two vectors: as many registers of sums as a tile of moe/tiles.h. Two AVX-512
+// vectors of float have kColumns lanes.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
 
-// Element (i, j) is at[i * row + j * column], with rows[i] instead of i, and columns[j] instead of j, unless null.
+// Element (i, j) is at[i * row + j * column]. If `rows` is not null, rows[i] replaces i; likewise `columns` and j.
 template <class T>
 struct Matrix {
   T* at;
@@ -38,7 +40,7 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on (fewer at the end) of c (rows, columns) = a b, or c += a b if `more`. b is packed as
-// (depth, kWidth). Rows of a and c may be gathered. If `gathered`, columns of a are gathered too, and a is prefetched.
+// (depth, kWidth). `gathered`: a.columns is not null; then a is prefetched, else `lines`.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -74,7 +76,8 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. The tokens that reach it start at token[offsets[number]], ascending.
+// Branch b of tree k has the number k << levels | b. The tokens that reach it, in ascending order, are
+// token[offsets[number]] to token[offsets[number + 1] - 1].
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -84,8 +87,9 @@ struct Branches {
   const int32_t* begin(int64_t number) const { return token + offsets[number]; }
   const int32_t* end(int64_t number) const { return token + offsets[number + 1]; }
 
-  // Calls visit(first column, number of columns, index of the first node or leaf, whether they are leaves) for each run
-  // of consecutive nodes or leaves of a branch. Returns the number of columns of the branch.
+  // The columns of a branch are its nodes and leaves, level by level. Calls visit(first column, number of columns,
+  // index of the first node or leaf, whether they are leaves) for the nodes of a level, and for the leaves of a level.
+  // The index of a leaf is its expert. Returns the number of columns.
   template <class Visit>
   int64_t each_run(int64_t number, Visit visit) const {
     const Leaves leaves(experts);
@@ -100,13 +104,13 @@ struct Branches {
   }
 };
 
-// A tensor of the nodes, (.., K, E-1, dim), and a tensor of the leaves, (.., K, E, dim).
+// A tensor of the nodes, (.., K, E-1, dim), and one of the leaves, (.., K, E, dim). For logits and biases, dim is 1.
 template <class T>
 struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The `dim` elements of node or leaf `index` of a tree. With tokens, `tree` is token * K + the number of the tree.
+  // The `dim` elements of node or leaf `index` of a tree. In tensors (T, K, ..), `tree` is token * K + the tree.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
@@ -134,8 +138,8 @@ struct Products {
       for (int64_t i = next++; i < count; i = next++) work(i, scratch + thread * scratch_stride);
   }
 
-  // Packs the weights w (columns, P) of every branch that a token reaches: panels (P, panel) of w^T if `transposed`, to
-  // compute x w^T; else panels (columns, panel) of w, to multiply gradients by w.
+  // Packs the weights w (columns, P) of every branch that some token reaches: panels (P, panel) of w^T if `transposed`,
+  // to compute x w^T; else panels (columns, panel) of w, to multiply gradients by w.
   void pack_weights(bool transposed) const {
     share(branches.count(), [&](int64_t number, T* w) {
       if (branches.begin(number) == branches.end(number)) return;
@@ -150,8 +154,8 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, prefetcher) for each branch that tokens of the block reach: token[0] to
-  // token[rows - 1].
+  // Calls work(number, token, rows, prefetcher) for each branch that some tokens of the block reach. These tokens are
+  // token[0] to token[rows - 1].
   template <class Work>
   void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
@@ -169,7 +173,7 @@ struct Products {
     }
   }
 
-  // to (rows, kColumns) = the logits of `rows` tokens in a branch. Returns the number of columns of the branch.
+  // Copies the logits of `rows` tokens in a branch to `to` (rows, kColumns). Returns the branch's number of columns.
   int64_t read(int64_t number, const int32_t* token, int64_t rows, T* to) const {
     return branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
       for (int64_t r = 0; r < rows; ++r) {
@@ -179,7 +183,7 @@ struct Products {
     });
   }
 
-  // logits = x w^T + bias in the branches that a token reaches, zeros elsewhere (also in the nodes above the branches).
+  // A token's logits are x w^T + bias in the branches that it reaches, and 0 elsewhere, also in the nodes above them.
   void forward(const T* x, int64_t stride, const TreeTensors<const T>& bias) const {
     pack_weights(true);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* sums) {
@@ -203,7 +207,7 @@ struct Products {
     });
   }
 
-  // dx (T, P) += gradients of the logits times weights, over the branches that a token reaches.
+  // Adds to a token's row of dx (T, P) the gradients of its logits times the weights, in the branches that it reaches.
   void to_x(T* dx) const {
     pack_weights(false);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* grads) {
@@ -245,12 +249,12 @@ struct Products {
 };
 
 // The branches of a tree that a token reaches, one bit each. split: pre-activations of at least the first `levels`
-// levels; half: gamma / 2. No jump depends on data, since half of such jumps would be mispredicted.
+// levels; half: gamma / 2. No jump depends on the data, since such jumps would often be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
   uint64_t away = 0;  // branches that saturated nodes exclude
   for (int64_t level = 0, q = 0; level < levels; ++level) {
-    const int64_t below = int64_t(1) << (levels - 1 - level);  // branches below either child of a node
+    const int64_t below = int64_t(1) << (levels - 1 - level);  // number of branches below each child of a node
     const uint64_t side = (uint64_t(1) << below) - 1;
     for (int64_t first = 0; first < int64_t(1) << levels; first += 2 * below, ++q) {
       away |= (side & -uint64_t(split[q] <= -half)) << first;

@@ -1,8 +1,9 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens descends a tree together, so that a node's weights are read once for all of these tokens that reach
-// the node. At a saturated node a token goes left or right. At any other node (or if its pre-activation is NaN) the
-// token leaves the block: the tree below the node is searched for this token alone, likeliest node first.
+// A block of tokens descends a tree together, so that a node's weights come from memory once for all of these tokens
+// that reach the node. If a node is saturated for a token, the token goes left or right. If not, or if the node's
+// pre-activation is NaN, the token leaves the block: the tree below the node is searched for this token alone,
+// likeliest node first.
 
 #include "ops.h"
 
@@ -19,8 +20,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // tokens of a block; their x (384 KiB in float32 at P = 768) stays in the L2 cache
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time
+constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB in float32 at P = 768, fits in the L2 cache
+constexpr int kTokensAtOnce = 4;  // tokens that one pass over a row of weights multiplies
 
 template <class Wide>
 struct Candidate {
@@ -39,7 +40,7 @@ class Descent {
     const Key *split, *leaf, *split_bias, *leaf_bias;  // (K, E-1, P), (K, E, P), (K, E-1), (K, E); biases may be null
   };
   struct Results {
-    Wide* logits;  // (T, K), as the arrays below; merge_trees replaces logits by weights
+    Wide* logits;  // (T, K), as the other arrays; merge_trees replaces logits by weights
     int32_t *experts, *visited;
     uint8_t* unsaturated;
   };
@@ -101,7 +102,7 @@ class Descent {
       for (int i = 0; i < count; ++i) rest[i] += w[j] * x[i][j];
     for (int i = 0; i < count; ++i) {
       const Wide sum = across<Wide>(even[i] + odd[i], [](Vec<Wide> a, Vec<Wide> b) { return a + b; })[0] + rest[i];
-      out[i] = F::widen(F::narrow(sum + bias));  // rounded to the dtype of x, as matrix products are
+      out[i] = F::widen(F::narrow(sum + bias));  // rounded to the dtype of x, as in the definition
     }
   }
 
@@ -139,7 +140,7 @@ class Descent {
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
-    // In order_, tokens before `left` go left, those before `alone` go right, and the others are searched alone.
+    // order_ now has tokens that go left (before `left`), that go right (before `alone`), and that leave the block.
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
@@ -166,7 +167,7 @@ class Descent {
       ++visited;
       const Wide t = product(token, weights_.split, weights_.split_bias, node_row(here.node));
       const Wide low = step_.low(t), high = 1 - low;
-      if (t != t) {  // the search goes left with probability 1, and the token's logit is NaN
+      if (t != t) {  // the token goes left with probability 1, and its logit is NaN
         unknown = true;
         add_candidate(here.prob, 2 * here.node + 1);
         continue;
@@ -194,8 +195,8 @@ class Descent {
     results_.unsaturated[index] = unsaturated;
   }
 
-  // Replaces a token's logits by a softmax over trees. Trees that chose the same expert are merged: the first gets the
-  // sum of their weights.
+  // Replaces a token's logits by a softmax over trees. Of trees that chose the same expert, the first gets the sum of
+  // their weights, the others weight 0 and expert -1.
   void merge_trees(int64_t token) const {
     Wide* weight = results_.logits + token * trees_;
     int32_t* expert = results_.experts + token * trees_;
@@ -220,7 +221,7 @@ class Descent {
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; from its end, undecided tokens
+  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; at its end, those that leave the block
   Candidate<Wide>* frontier_;          // (E + 1)
 };
 
