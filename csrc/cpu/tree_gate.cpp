@@ -103,8 +103,8 @@ struct TokenBuffers {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
         // With r = max(1/2 - |t| / gamma, 0), the branches have the probabilities low = r^2 (3 - 2 r) and
-        // high = 1 - low. As t moves towards 0, low rises at the rate low' = 6 r (1 - r) / gamma, and high falls at this
-        // rate. slope is low' / (low high), so that low' / low = slope high and low' / high = slope low.
+        // high = 1 - low. As t moves towards 0, low rises at the rate low' = 6 r (1 - r) / gamma, and high falls as
+        // fast. slope is low' / (low high), so that low' / low = slope high and low' / high = slope low.
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);

@@ -1,9 +1,10 @@
 """Chooses the backend of an operation, and explains the choice.
 
-There is no list of kernels. A backend implements operation f if its module (load) has a function f_fwd; the reference
-has f itself. f_supports(target, dtype) in the same module returns None, or the reason why f cannot run. A target is a
-device type; for a GPU it includes the compute capability, as in "cuda:8.0". f_limits(target), if it exists, returns the
-largest sizes that f takes, by their names in SIZES. Operations in MADE_OF use the functions of another operation.
+There is no list of kernels. A backend of kernels implements operation f if its module (see load) has a function f_fwd.
+Beside it, f_supports(target, dtype) returns None, or the reason why f cannot run; f_limits(target), if it exists,
+returns the largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f itself. A
+target is a device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in MADE_OF use the
+functions of another operation.
 
 The argument backend= names the backend; without it use_backend() does, else MOE_KERNELS_BACKEND. A named backend never
 falls back to another one. Without a name the choice is automatic.
@@ -32,8 +33,8 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 # comes first because its sources also run under sanitizers (tests/simt).
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
-# Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy: Triton uses wgmma,
-# csrc/cuda mma.sync. On sm_80 both use mma.sync. This order was not measured either.
+# Operations with another order for CUDA tensors. On sm_90 only wgmma can use the tensor cores fully: Triton uses wgmma,
+# csrc/cuda mma.sync. On sm_80 both use mma.sync. This order was not measured on a GPU either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
 # The basename of an operation's file, if it is not the name of the operation.
@@ -44,10 +45,10 @@ FILES = {
     "smooth_step": "tree_gate",
     "tree_route": "tree_gate",
 }
-# Other names of operations, accepted by `explain` and by the choice of a backend.
+# Other names of operations, which `choose` and `explain` accept.
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
-# For operations without a module of their own: the operation that has their kernels in its module.
+# Operations that run on the kernels of another operation, whose f_fwd and f_supports count for them.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
 
 # Functions that return the sizes that kernels may limit. Their arguments are the first tensors of a call.
@@ -65,7 +66,7 @@ _requested: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=N
 
 def constant(function: _Function) -> _Function:
     """Marks a function whose result torch.compile treats as a constant. torch.compiler.assume_constant_result does the
-    same, but imports torch._dynamo (2.7 s)."""
+    same, but imports torch._dynamo, which takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -74,7 +75,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class BackendError(RuntimeError):
-    """A named backend cannot run the operation on these arguments.
+    """The named backend cannot run the operation on these arguments, or no backend can.
 
     Example:
         >>> mk.harden(torch.eye(2), backend="cpu")
@@ -112,12 +113,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
-    """The backend that runs `op` on a main input like x. torch.compile stores the choice when it traces a function.
+    """The backend that runs `op` on tensors with the device and dtype of x. torch.compile stores the choice.
 
-    For an operation in SIZES, x and `more` are the arguments of the function in SIZES. The automatic choice skips
-    backends with kernels that cannot take these sizes; a named backend raises BackendError.
+    For an operation in SIZES, x and `more` are the arguments of the function in SIZES. If a backend's kernels cannot
+    take these sizes, the automatic choice skips the backend; if it was named, BackendError is raised.
     """
-    # x.is_cpu is read first because x.device makes a new object, which took 0.9 of the 3.5 us of this function.
+    # x.is_cpu is read first, since it takes less time than x.device.type, which makes new objects.
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
@@ -131,7 +132,7 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
 
 
 def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str | None:
-    """The reason if a size is above its limit, else None. Comparisons become guards of a compiled function."""
+    """The reason if a size is above its limit, else None. torch.compile makes guards of the comparisons."""
     for size, limit in limits:
         if sizes[size] > limit:
             return f"it takes {size} up to {limit}, not {sizes[size]}"
@@ -144,17 +145,17 @@ def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[s
 
 
 def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
-    """The largest sizes of `op` that backend `name` takes, as pairs (name in SIZES, number)."""
+    """The largest sizes of `op` that backend `name` takes, as pairs (name in SIZES, largest size)."""
     found = getattr(load(name, op), f"{op}_limits", None)
     return () if found is None else tuple(found(target).items())
 
 
-# The backend of meta tensors: the operators of library/ then compute only shapes and dtypes.
+# The choice of choose_shapes for meta tensors: operators of moe_kernels/library then compute only shapes and dtypes.
 SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, but SHAPES for meta tensors: the definition cannot read indices there, or would count other FLOPs."""
+    """As choose, but SHAPES for meta tensors: definitions cannot read their indices, or count other FLOPs."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 
@@ -240,7 +241,7 @@ def load(name: str, op: str) -> ModuleType:
 
 
 def reconsider() -> None:
-    """Clears the cache of choices. Call it after a change of what a backend supports, as tests/simt does."""
+    """Clears the cache of choices, after a change of what a backend supports. Only tests make such changes."""
     _decide.cache_clear()
 
 
@@ -288,7 +289,7 @@ def explain(op: str, *args: object) -> list[Candidate]:
 
 
 def available_backends(op: str) -> list[str]:
-    """The backends that can run `op` in float32 on some device of this machine.
+    """The backends that can run `op` in float32 on the CPU or on the current GPU.
 
     Example:
         >>> "reference" in mk.available_backends("kwta")

@@ -16,10 +16,10 @@ on_pointer: Callable[[Tensor], None] | None = None
 
 
 def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
-    """The address of a tensor, 0 for None. Checks dtype, rank, device, and that the last dimension is contiguous."""
+    """A tensor's address, 0 for None. Checks dtype, rank, device type, and that the last dimension is contiguous."""
     if tensor is None:
         return 0
-    # tensor.device would make a new object: 1.2 us instead of 0.5, for three or more tensors a call.
+    # is_cpu and is_cuda take less time than tensor.device.type, which makes new objects.
     on_device = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda
     if tensor.dtype is not dtype or tensor.dim() != rank or not on_device:
         raise TypeError(
@@ -34,7 +34,7 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
 
 
 def as_numbers(device_type: str, name: str, arguments: Iterable[Any]) -> list[int | float]:
-    """The arguments of C++ function `name`: arrays (tensor, dtype, rank) become addresses, and dtypes their codes."""
+    """The arguments of C++ function `name`: tuples (tensor, dtype, rank) become addresses, and dtypes their codes."""
     return [
         pointer(device_type, name, *each) if isinstance(each, tuple) else DTYPES.get(each, each) for each in arguments
     ]

@@ -6,7 +6,7 @@ import torch
 
 
 def target(device: str, index: int | None) -> str:
-    """The device type; for a GPU with its compute capability: "cuda:8.0". GPUs of one target run the same kernels."""
+    """The device type; for a GPU that torch can use, with its compute capability: "cuda:8.0"."""
     if device != "cuda" or not torch.cuda.is_available():
         return device
     major, minor = torch.cuda.get_device_capability(index)
@@ -24,12 +24,13 @@ def capability(target: str) -> tuple[int, int] | None:
 
 
 def unsupported(target: str, architectures: str, built_with: int, driver: int) -> str | None:
-    """Why code for `architectures`, such as "8.0;9.0+PTX", cannot run on the GPU of `target`; None if it can or without
-    a GPU.
+    """Why code for `architectures`, such as "8.0;9.0+PTX", cannot run on the GPU of `target`.
+
+    Returns None if it can run, or if `capability` returns None.
 
     Machine code for X.Y runs on capability X.Z with Z >= Y, if the driver's major CUDA version is at least that of the
     toolkit. A driver at least as new as the toolkit compiles PTX for X.Y on X.Y and all later capabilities. Code with a
-    letter after the number, as 9.0a, is accepted only on X.Y. built_with, driver: CUDA versions, 13000 for 13.0.
+    letter after the number, such as 9.0a, is accepted only on X.Y. built_with, driver: CUDA versions, 13000 for 13.0.
     """
     found = capability(target)
     if found is None:

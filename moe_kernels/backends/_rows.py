@@ -10,8 +10,7 @@ def rows_by_token(row_token: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """token_offsets (T + 1) and by_token (R), int32: by_token[token_offsets[t]:token_offsets[t + 1]] are the rows of
     token t, in ascending order.
 
-    Rows without a token (-1) come first in by_token. The host does not wait for the device. The sort costs time linear
-    in R; a search for the rows of each token would cost R times T.
+    Rows without a token (-1) come first in by_token. The host does not wait for the device.
     """
     tokens, by_token = torch.sort(row_token, stable=True)
     bounds = torch.arange(num_tokens + 1, dtype=row_token.dtype, device=row_token.device)

@@ -1,4 +1,4 @@
-"""The normal quantile with which the search for the threshold of k-winner-take-all starts."""
+"""The normal quantile from which kernels of k-winner-take-all guess their first threshold."""
 
 from functools import cache
 from statistics import NormalDist

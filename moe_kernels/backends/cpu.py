@@ -26,7 +26,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cpu")  # if the file is missing, its error names no path
+    module: Any = import_module("moe_kernels._cpu")  # the error of a "from" import would name a path
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 
@@ -56,7 +56,7 @@ def chunks(elements: int) -> int:
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocates an output buffer; large ones use huge pages (csrc/include/moe/pages.h)."""
+    """Allocates an output buffer. Requests huge pages for a large one (csrc/include/moe/pages.h)."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
     module.expect_writes(isa, False, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
     return out
@@ -72,14 +72,13 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Scratch for matrices and vectors, (threads, bytes).
 
-    For n <= 16 a thread computes several matrices at a time, one in each vector lane, so element (i, j) of all of them
-    takes up to 64 bytes (AVX-512). Scores and grad are read for two vectors of matrices. For larger n a row is n
-    doubles, padded to a multiple of 16.
+    For n <= 16 a vector of up to 64 bytes (AVX-512) has element (i, j) of several matrices, one in each lane. A thread
+    first reads two such vectors for each element of scores, and of grad. For larger n it computes one matrix at a time;
+    a row is n doubles, padded to a multiple of 16.
     """
     n = scores.shape[-1]
     packed = n <= 16
-    # Backward keeps at most seven vectors per iteration: three for rows, three for columns, and one for the matrices
-    # that the iteration updated. The eighth is spare.
+    # Backward keeps at most seven vectors per iteration (Potentials in csrc/cpu/sinkhorn_log.h). The eighth is spare.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16
@@ -89,11 +88,11 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 def call(name: str, work: Tensor | int, *args: Any, passes: int = 1) -> int:
     """Calls C++ function `name` (see native/). Returns 0, or 1 if an index is out of range.
 
-    csrc/cpu/module.cpp itself uses two arguments before those of the kernel: the instruction set, and whether to
-    release the GIL. The last argument of a kernel is the number of threads.
+    The function takes the instruction set, and whether to release the GIL, before `args`, and the number of threads
+    after them.
 
     Args:
-        work: number of elements that the kernel works on, or a tensor with this number.
+        work: number of elements that the kernel works on, or a tensor with so many elements.
         passes: how often the kernel works on each element.
     """
     elements = work.numel() if isinstance(work, Tensor) else work
@@ -111,7 +110,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return _supports(device, torch.float32)  # the dtype does not matter: experts are int32 or int64
+    return _supports(device, torch.float32)  # the dtype of experts, int32 or int64, does not matter
 
 
 kwta_fwd = partial(kwta.fwd, _self)

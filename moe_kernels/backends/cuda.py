@@ -24,7 +24,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cuda")  # if the file is missing, its error names no path
+    module: Any = import_module("moe_kernels._cuda")  # the error of a "from" import would name a path
 except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built or does not load ({error}); install with nvcc on the PATH"
@@ -38,7 +38,7 @@ _self = sys.modules[__name__]
 
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
-    """Calls C++ function `name` (see native/) on the device of `work`. `passes` is not used; cpu.call uses it."""
+    """Calls C++ function `name` (see native/) on the device of `work`. Only cpu.call uses `passes`."""
     numbers = _addresses.as_numbers(device_type, name, args)
     if device_type == "cpu":
         getattr(module, name)(*numbers, 0)
@@ -48,7 +48,7 @@ def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
 
 
 def chunks(elements: int) -> int:
-    """Number of scratch buffers of gates: 0, since their kernels use shared memory."""
+    """Number of scratch buffers that the kernels of gates take: none here, one for each thread in cpu.chunks."""
     return 0
 
 
@@ -63,9 +63,12 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """Scratch for each matrix, (B, bytes). For n <= 64 it ends with a flag of 8 bytes: whether the matrix needs the
-    logarithmic form (csrc/cuda/sinkhorn.cu). For n > 64 it ends with a matrix: of doubles in backward; in forward of
-    floats, or none for float32 scores. In backward two vectors of n doubles for each iteration come first."""
+    """Scratch for each matrix, (B, bytes).
+
+    First, in backward, are two vectors of n doubles for each iteration. If n <= 64, a flag of 8 bytes follows: whether
+    the matrix needs the logarithmic form (csrc/cuda/sinkhorn.cu). If n > 64, a matrix follows: in backward of doubles,
+    in forward of floats, or none for float32 scores.
+    """
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)
@@ -88,7 +91,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(target: str, dtype: torch.dtype) -> str | None:
-    return _supports(target, torch.float32)  # the dtype does not matter: experts are int32 or int64
+    return _supports(target, torch.float32)  # the dtype of experts, int32 or int64, does not matter
 
 
 def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
