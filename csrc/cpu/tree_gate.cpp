@@ -2,7 +2,7 @@
 // moe_kernels/ops/tree_gate.py).
 //
 // Forward multiplies probabilities from the root down, level by level; backward adds gradients from the leaves up. In
-// heap order the nodes of a level are neighbours, and so are their children, so vectors hold nodes of one level.
+// heap order the nodes of a level are neighbours, and so are their children, so a level is computed vector by vector.
 
 #include "ops.h"
 
@@ -37,7 +37,7 @@ struct TokenBuffers {
   int64_t trees, experts, stride, leaves;  // stride: of a tree in `split`; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations, which backward replaces by gradients
   Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, then in backward gradients
-  Wide* heap;                              // (padded(2 E) + 2 kPad): probabilities or gradients of one tree
+  Wide* heap;                              // (padded(2 E) + 2 kPad), of one tree: probabilities, then p dp (see ascend)
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
       : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {

@@ -1,10 +1,10 @@
 """Chooses the backend of an operation, and explains the choice.
 
-There is no list of kernels. A backend of kernels implements operation f if its module (see load) has a function f_fwd.
-Beside it, f_supports(target, dtype) returns None, or the reason why f cannot run; f_limits(target), if it exists,
-returns the largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f itself. A
-target is a device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in MADE_OF use the
-functions of another operation.
+There is no list of kernels. Backend "cpu", "triton" or "cuda" implements operation f if its module (see load) has a
+function f_fwd. f_supports(target, dtype) in this module returns None, or the reason why f cannot run; f_limits(target),
+if it exists, returns the largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f
+itself. A target is a device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in
+MADE_OF use the functions of another operation.
 
 The argument backend= names the backend; without it use_backend() does, else MOE_KERNELS_BACKEND. A named backend never
 falls back to another one. Without a name the choice is automatic.

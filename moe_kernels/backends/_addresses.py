@@ -11,7 +11,7 @@ from torch import Tensor
 # The same codes as in csrc/include/moe/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# If set, `pointer` calls it with every tensor: tests/simt and tests/ptx record the extents of buffers.
+# If set, `pointer` calls it with each tensor: this is how tests/simt and tests/ptx know the extents of buffers.
 on_pointer: Callable[[Tensor], None] | None = None
 
 

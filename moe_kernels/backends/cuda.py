@@ -55,7 +55,7 @@ def chunks(elements: int) -> int:
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for make_plan: how often each chunk of choices names each expert, (chunks, E).
 
-    There are at most 1024 chunks, and fewer above 4096 experts: counts of two or more chunks take at most 16 MiB.
+    At most 1024 chunks; above 4096 experts fewer, so that the counts of several chunks take at most 16 MiB.
     """
     limit = max(1, min(1024, 2**22 // num_experts))
     chunks = max(1, min(-(-experts.numel() // PLAN_TILE), limit))
