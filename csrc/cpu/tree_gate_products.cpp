@@ -110,7 +110,7 @@ struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The `dim` elements of node or leaf `index` of a tree. In tensors (T, K, ..), `tree` is token * K + the tree.
+  // The `dim` elements of node or leaf `index` of a tree. In tensors (T, K, ..), `tree` is token * K + tree number.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
