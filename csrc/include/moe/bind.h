@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
-#include <limits>
 #include <string>
 #include <vector>
 

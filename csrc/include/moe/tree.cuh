@@ -11,7 +11,7 @@ struct Tree {
 
   explicit Tree(int64_t experts) : num_experts(static_cast<int>(experts)), full(1) {
     while (full < num_experts) full *= 2;
-    deep = 2 * num_experts - full;
+    deep = num_experts - (full - num_experts);
   }
   // leaf: the node of an expert; expert: the expert of a leaf. Experts are the leaves from left to right.
   __device__ int leaf(int expert) const { return expert < deep ? full + expert : num_experts + expert - deep; }
