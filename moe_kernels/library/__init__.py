@@ -1,4 +1,4 @@
-"""The torch operators of the package: schema, implementation, fake, autograd, vmap rule and FLOP formula.
+"""The torch operators of the package: their schemas, implementations, fakes, gradients and FLOP formulas.
 
 If the last argument of an operator is `backend`, the implementation calls the kernels of that backend.
 """

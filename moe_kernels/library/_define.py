@@ -37,7 +37,8 @@ def define(
         implementation: runs for tensors on every device.
         fake: computes shapes and dtypes of the results from tensors without data.
         flops: computes the FLOPs from the arguments, with shapes in place of tensors, for torch.utils.flop_counter.
-        save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
+        save, backward: as `setup_context` and `backward` of torch.library.register_autograd, except that
+            `backward` gets None, not zeros, for an output without a gradient, and is not called if no output has one.
         batched: positions of the tensor arguments whose first dimension is a batch; torch.vmap's dimension is merged
             into it. If `batched` is empty, torch.vmap raises TypeError.
     """
@@ -58,8 +59,7 @@ def define(
 def _without_zeros(
     save: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """`save` and `backward` such that `backward` gets None, not torch's default of zeros, for an output without a
-    gradient, such as a packed mask."""
+    """setup_context and backward for torch, made of `save` and `backward` of define."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -131,7 +131,7 @@ def gradient_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # computed in kernels; each halves the number of columns
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the number of columns, computed in kernels
 CLAMPED = "swiglu_clamped"  # also halves the number of columns, but is an operator of its own, without kernels
 
 
@@ -145,7 +145,7 @@ def words(n: int) -> int:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels accumulate: float64 for float64, else float32."""
+    """The dtype in which most kernels compute: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -153,9 +153,9 @@ CHECK = "MOE_KERNELS_CHECK"
 
 
 def is_checked(index: Tensor) -> bool:
-    """Whether to check the values of an index array, which kernels use as addresses.
+    """Whether to check the values of an index array before kernels use them as indices.
 
-    True on the CPU. On a GPU True only with MOE_KERNELS_CHECK=1, since a check waits for the device.
+    True on the CPU. On a GPU True only if MOE_KERNELS_CHECK is set, and neither empty nor 0: a check waits for the GPU.
     """
     return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
 

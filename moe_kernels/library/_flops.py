@@ -1,7 +1,7 @@
-"""FLOP formulas for torch.utils.flop_counter, registered when that module is imported.
+"""Registers FLOP formulas with torch.utils.flop_counter as soon as that module is imported.
 
-`import moe_kernels` does not import flop_counter, which would import Triton (0.5 s). A FlopCounterMode copies the
-registered formulas in its constructor, so a hook registers them directly after the import of flop_counter.
+`import moe_kernels` does not import flop_counter, since flop_counter imports Triton (0.5 s). An import hook registers
+the formulas right after the import of flop_counter, before the first FlopCounterMode copies the registered formulas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _formulas: list[tuple[Any, Callable[..., int]]] = []
 
 
 def register(packet: Any, formula: Callable[..., int]) -> None:
-    """Registers the formula of an operator, now or when torch.utils.flop_counter is imported."""
+    """Registers the formula of an operator: now, or when torch.utils.flop_counter is imported."""
     counter = sys.modules.get(COUNTER)
     if counter is not None:
         counter.register_flop_formula(packet)(formula)
@@ -31,7 +31,7 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook, used once: loads torch.utils.flop_counter by its own loader, then registers the formulas."""
+    """Import hook, used once: wraps the loader of torch.utils.flop_counter, to register the formulas after loading."""
 
     def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
         if fullname != COUNTER:

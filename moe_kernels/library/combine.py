@@ -1,4 +1,4 @@
-"""Combine as one operator, and its two gradients as another."""
+"""Combine as one operator, and its gradients to rows and weights as another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _second(ctx: Any, to_drows: Tensor | None, to_dweights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Each result of combine_bwd is bilinear, so its derivative is combine and combine_bwd again."""
+    """Backward of combine_bwd: drows is linear in grad and in weights, dweights is linear in grad and in x."""
     grad, x, weights, *plan = ctx.saved_tensors
     to_drows = torch.zeros_like(x) if to_drows is None else to_drows
     to_dweights = torch.zeros_like(weights) if to_dweights is None else to_dweights

@@ -11,7 +11,10 @@ from moe_kernels.library._define import contiguous_rows, define, define_check, i
 
 
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """Raises ValueError if values of the given arrays of a plan are out of range; does nothing unless is_checked."""
+    """Raises ValueError if a value of row_token or slot_row, or the last of expert_offsets, is out of range.
+
+    Does nothing unless is_checked(slot_row).
+    """
     if not is_checked(slot_row):
         return
     num_tokens = slot_row.shape[0]

@@ -1,7 +1,9 @@
-"""The routing plan in Triton, in three launches: count, scan and rank.
+"""The routing plan in Triton.
 
-The T * K choices are split into chunks, in visiting order. A request is a choice that names an expert. The slot of a
-request is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk.
+make_plan splits the T * K choices, in visiting order, into chunks. A request is a choice that names an expert. Its slot
+is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk. _plan_count
+counts the requests to each expert in each chunk, _plan_scan sums the counts of earlier chunks, and _plan_rank computes
+slots and rows.
 
 plan_priority sorts the T * E pairs of a token and an expert by score. One program then assigns the pairs in this order.
 It skips 1024 pairs at once if none of them can be assigned, and else takes 64 at a time.
@@ -18,16 +20,16 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
-TILE = 32  # choices that a program (one warp) ranks at a time, comparing each with each
-SHORTEST = 2048  # plan_expert_choice pads scores of fewer tokens, since kWTA compiles for each power of two
+TILE = 32  # choices that a program (one warp) of _plan_rank compares with each other at a time
+SHORTEST = 2048  # plan_expert_choice pads fewer tokens to this number, so that kWTA compiles for fewer lengths
 MATCH_TILE = 64  # pairs that plan_priority compares with each other at a time
-CHUNKS = 1024  # largest number of chunks: a program of the scan holds the counts of all chunks for its experts
-COUNTS = 2**22  # bound on chunks * E, unless E alone exceeds it: above 4096 experts there are fewer chunks
-COUNT_BLOCK = 256  # choices that a program counts at a time
-WINDOW = 1024  # largest number of experts that a program counts
+CHUNKS = 1024  # largest number of chunks: a program of _plan_scan holds the counts of all chunks for its experts
+COUNTS = 2**22  # bound on chunks * E, if there is more than one chunk
+COUNT_BLOCK = 256  # choices that a program of _plan_count reads at a time
+WINDOW = 1024  # largest number of experts for which a program of _plan_count counts requests
 MATCH_BLOCK = 1024  # pairs that plan_priority reads at a time
-FEW_CHUNKS = tl.constexpr(32)  # with at most this many chunks, a program of the scan takes 128 experts, else 4
-SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
+FEW_CHUNKS = tl.constexpr(32)  # with at most this many chunks, a program of _plan_scan takes 128 experts, else 4
+SCAN_TILE = tl.constexpr(4096)  # counts that a program of _plan_scan holds
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _plan_count(
 @triton.jit(do_not_specialize=["capacity", "chunks"])
 def _plan_scan(
     counts_ptr,  # (chunks, E), receives the sums over earlier chunks
-    scanned_ptr,  # () 0 at the start; the number of programs that have finished
+    scanned_ptr,  # () 0 at the start; counts the programs that have finished
     requested_ptr,  # (E)
     kept_ptr,  # (E)
     expert_offsets_ptr,  # (E + 1)
@@ -104,13 +106,13 @@ def _plan_scan(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # The kernel has both tile shapes, so that it compiles once even if the number of chunks changes in training.
+    # Both tile shapes are in one kernel, so that it need not be compiled again when the number of chunks changes.
     if chunks <= FEW_CHUNKS:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCAN_TILE // FEW_CHUNKS)
     else:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCAN_TILE // CHUNKS)
-    # The last program to finish sees the stores of all other programs: in each program a barrier follows the stores,
-    # and an atomic addition with acquire and release semantics follows the barrier.
+    # The last program to finish sees what all others stored: each program has a barrier after its stores, and then an
+    # atomic addition with acquire and release semantics.
     tl.debug_barrier()
     if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
@@ -195,7 +197,7 @@ def _plan_rank(
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         valid = expert >= 0
-        # peers: the numbers of earlier (low half) and later requests (high half) to the same expert in this block.
+        # peers: how many earlier (low 16 bits) and later (high 16 bits) requests of this block are to the same expert.
         side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
         peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
@@ -239,12 +241,13 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # A pair is assigned if its token has no earlier pending pair, and its expert has room after all earlier ones.
+        # rivals and ahead count the earlier pending pairs with the same token and with the same expert. A pair without
+        # rivals is assigned if its expert has room for more pairs than those ahead.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
         assign = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
-        # Barriers: all threads read experts and room before the first change, and again after the last one.
+        # Experts and room change only between the two barriers, when no thread reads them.
         tl.debug_barrier()
         tl.store(experts_ptr + token, expert, mask=assign)
         tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=assign)
@@ -334,9 +337,9 @@ plan_priority_supports = plan_expert_choice_supports
 
 @on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The plan in which every expert takes the min(capacity, T) highest tokens in its column of scores (T, E)."""
+    """The plan in which every expert takes the min(capacity, T) tokens of highest score in its column (T, E)."""
     num_tokens, num_experts = scores.shape
-    # Columns are padded to a multiple of 16, at least SHORTEST. Padding ranks after all tokens and is never chosen.
+    # Columns are padded to a multiple of 16, at least SHORTEST. Of equal scores kWTA takes the first, so never padding.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()

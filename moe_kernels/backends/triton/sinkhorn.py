@@ -2,9 +2,9 @@
 keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py). For larger n a program reads its
 matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
-Both forms compute in logarithms. A potential is a float64 in units of the scores: an anchor (the largest term) plus tau
-times the logarithm of the sum relative to the anchor. Up to n = 64, without prescribed sums, a tolerance or a changing
-temperature, an earlier launch solves the matrices of small range by scaling exp(scores / tau) (_sinkhorn_scaled.py).
+Both forms compute in logarithms, with float64 potentials (ops/sinkhorn.py). Up to n = 64, without prescribed sums, a
+tolerance or a falling temperature, another kernel runs first (_sinkhorn_scaled.py). It computes the matrices whose rows
+of scores / tau have a small range, by scaling exp(scores / tau); the kernels in logarithms then compute the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
-    """(tile sizes, warps), limited by registers: M matrices of N x N, or ROWS rows of N columns of a streamed matrix.
-    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd"."""
+    """(tile sizes, warps): a tile is M matrices of N x N, or ROWS rows of N columns of a streamed matrix.
+
+    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd". sums:
+    whether there are prescribed sums or a tolerance.
+    """
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
@@ -88,12 +91,12 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if offsets within a matrix would need 64 bits, which would cost registers."""
+    """x (B, n, n), copied if offsets within a matrix need 64 bits, since such offsets take more registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _temperatures(taus: list[float], device: torch.device) -> Tensor:
-    """taus, a geometric sequence, computed on the device: copying the list there would make the host wait."""
+    """taus, a geometric sequence, computed again on the device: to copy the list there would make the host wait."""
     first, last, steps = taus[0], taus[-1], max(len(taus) - 1, 1)
     if first == last:
         return torch.full((len(taus),), last, dtype=torch.float64, device=device)
@@ -102,8 +105,10 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,) int32, ones if the temperature falls, as all matrices then need logarithms. At one temperature the memory is
-    not initialized, since the scaling kernel writes it. None above RESIDENT."""
+    """(B,) int32: 1 for each matrix that needs logarithms, else 0. None if n is above RESIDENT.
+
+    If the temperature falls, all matrices need logarithms. Otherwise the kernel that scales will write the flags.
+    """
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
@@ -119,7 +124,7 @@ def _launch_logarithms(
     sums: tuple[Tensor, ...],
     tolerance: float,
 ) -> None:
-    """Writes p or, if `history` is given, the history and, with sums, the iterations of each matrix (counts)."""
+    """Writes p or, if `history` is given, `history` and, with sums, each matrix's number of iterations to `counts`."""
     batch, n, _ = scores.shape
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
     arguments = [

@@ -1,10 +1,10 @@
-"""The top-k gate in Triton. A program holds the logits of a few tokens in registers, as integer keys in the order of
-the logits (NaN highest, -0 equal to +0). Each group of four neighbouring keys is sorted once. A choice is the largest
-of the first keys of all groups; the other keys of its group then move up.
+"""The top-k gate in Triton. A program holds the logits of one or more tokens in registers, as integer keys in the order
+of the logits (NaN highest, -0 equal to +0). Each group of four neighbouring keys is sorted once. A choice is the
+largest of the first keys of all groups; the other keys of its group then move up.
 
-A 16-bit key and its expert share an integer (PACKED), so a choice takes one maximum; of equal keys the lower expert has
-the larger integer. With 32-bit keys a choice takes a maximum of keys, then a minimum of the experts with that key. Keys
-and experts do not share 64 bits there: warps have an instruction for reductions of 32 bits only.
+A 16-bit key and its expert share a 32-bit integer (PACKED), so a choice takes one maximum; of equal keys the lower
+expert has the larger integer. With 32-bit keys a choice takes a maximum of keys, then a minimum of the experts with
+that key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
-TILE = 1024  # logits of a program, which has at least one row; a row may be longer
+TILE = 1024  # logits of a program, padding included; a program with one longer row has more
 LONGEST = 16384  # largest number of experts
 
 
@@ -40,7 +40,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, e is not used."""
+    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, e and next_e stay."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -103,7 +103,7 @@ def _topk_gate_fwd(
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
     inside_k = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
-    # The first choice has the highest logit, or NaN if the row holds NaN: then all weights are NaN.
+    # The first choice has the highest logit. If a row holds NaN, this is NaN, and all weights become NaN.
     picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)
     highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
     shares = tl.exp(picked - highest[:, None])

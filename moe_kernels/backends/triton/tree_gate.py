@@ -1,9 +1,9 @@
-"""The tree gate in Triton. A program has a few tokens and keeps the probabilities of one tree at a time in registers.
+"""The tree gate in Triton. A program has one or more tokens and keeps one tree's probabilities at a time in registers.
 
 A tree of E leaves has 2^DEPTH places, one for each possible leaf of the last level, from left to right. A leaf of the
 level above takes the left one of its two places; in the layout GROUPS leaves take consecutive places instead.
-Backward sums pairs of neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel
-includes the matrix products.
+Backward sums pairs of neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel also
+computes the matrix products that give the logits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 
 TILE = 2048  # places of a program, 16 a thread; 4096 above 2048 experts
 MAX_EXPERTS = 4096
-MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
+MAX_FUSED_EXPERTS = 64  # two products of 64 tokens x 64 columns, in float32, take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# FULL: all leaves are at the last level. GROUPS: each 16 places have 16 leaves of a level, or none. MIXED: other trees.
+# FULL: all leaves are at the last level. GROUPS: a group of 16 places has 16 leaves of one level, or none. MIXED: else.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -35,7 +35,7 @@ def _blocks(num_experts: int, upwards: bool) -> tuple[dict[str, int], int]:
 
 
 def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
-    """(tile arguments, warps, pipeline stages) of _tree_gate_fused. COLUMNS, of each matrix product, is at least 16."""
+    """(tile arguments, warps, pipeline stages) of _tree_gate_fused, whose two products have COLUMNS columns each."""
     depth = (num_experts - 1).bit_length()
     columns, layout = max(1 << depth, 16), _layout(num_experts)
     blocks = {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth, "LAYOUT": layout}
@@ -53,7 +53,8 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision: sign t + gamma / 2 is then exact. At sign t = gamma / 2 its smooth step is 1.
+    A result near 0 has full precision: sign t + gamma / 2 is then exact. At sign t = gamma / 2 the result is 1 except
+    for rounding, and its smooth step is exactly 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -106,10 +107,10 @@ def _node(node_ptr, exists):
 
 @triton.jit
 def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
-    """(BLOCK_T, groups, 2^LEVELS): probability of each place below one node of every group. v: that of the node.
+    """(BLOCK_T, groups, 2^LEVELS): the probability of each place below one node of every group.
 
-    first: number of the left-most node of the same level in the group; its logit is at first_ptr. The node is INDEX
-    nodes further to the right. INDEX is a constant, since adding a constant to a pointer takes no instruction.
+    v: the probability of this node, whose number is first + INDEX. Node `first` is the left-most of its level in the
+    group, and its logit is at first_ptr. INDEX is a constant: to add a constant to a pointer takes no instruction.
     """
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
@@ -130,16 +131,17 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
 
 @triton.jit
 def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
-    """(BLOCK_T, 2^DEPTH): probability of each place of a tree, whose E - 1 logits are row `row` of nodes_ptr.
+    """(BLOCK_T, 2^DEPTH): the probability of each place of the tree whose E - 1 logits are row `row` of nodes_ptr.
 
-    Places are computed in groups of 16, or in one group if they are fewer: first the probability of the group's root,
-    then those of all nodes below it (_below). Node 1 is the root of the tree; node n has children 2 n and 2 n + 1.
+    The places below one node, the group's root, are a group: 16 places, or all if there are fewer. The loop computes
+    the probability of each group's root, then _below those of its places. Node 1 is the root of the tree; node n has
+    the children 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
     root = (1 << ABOVE) + group
     valid = real[:, None]
-    if LAYOUT == GROUPS:  # the roots of groups on the right are a level higher
+    if LAYOUT == GROUPS:  # in groups of leaves above the last level, the root is a level higher too
         root -= tl.where(16 * group < 2 * E - (1 << DEPTH), 0, E // 16)
         valid = valid & (16 * group < E)[None, :]
     nodes_ptr += row[:, None] * (E - 1) - 1
@@ -148,7 +150,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
         child = root >> (level - 1)
         sign = 1.0 - 2.0 * (child % 2)
         exists = valid
-        if LAYOUT == GROUPS:  # a path that is a level shorter has no node here: a factor of 1
+        if LAYOUT == GROUPS:  # a path that is a level shorter has no node at the first step: its factor is 1
             sign = tl.where(child > 1, sign, 1.0)
             exists = valid & (child > 1)[None, :]
         t = _clamp(_node(nodes_ptr + (child // 2)[None, :], exists), half)
@@ -185,7 +187,7 @@ def _gates(
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Stores gates and leaf probabilities of BLOCK_T tokens."""
+    """Stores the gates and leaf probabilities of up to BLOCK_T tokens, from `first` on."""
     split_logits_ptr += first * K * (E - 1)
     leaf_logits_ptr += first * K * E
     leaf_probs_ptr += first * K * E
@@ -280,15 +282,15 @@ def _tree_gate_bwd(
         dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
         highest = higher
     grad -= (dot / total)[:, None]
-    # Computes each tree again: K trees would not fit in registers.
+    # Computes the probabilities of each tree again: those of K trees may not fit in registers.
     for k in range(K):
         row = token * K + k
         v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # `total` is at least _weighed(v) of one leaf that counts, so share is finite. It is multiplied by v first,
-        # since share * grad could overflow.
+        # `total` is at least _weighed(v) of the counted leaf of highest logit, so share is finite. Below, v * share
+        # comes first, since share * grad could overflow.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
@@ -425,7 +427,7 @@ def _numbers(gamma: float, mode: str) -> dict[str, float]:
 
 
 def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool:
-    """Whether tree_gate_fused_fwd takes these tensors: 16-bit dtype, one tree, few experts, P a multiple of 16."""
+    """Whether tree_gate_fused_fwd takes these: 16-bit, one tree, E <= MAX_FUSED_EXPERTS, P a multiple of 16."""
     num_trees, num_experts, dim = leaf_weight.shape
     return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MAX_FUSED_EXPERTS and dim % 16 == 0
 
