@@ -54,9 +54,12 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor, hook: Callable[[Tensor], 
     return torch.autograd.grad(y.square().sum(), x)[0]
 
 
-@pytest.mark.parametrize("first", ["moe_kernels", "torch.utils.flop_counter"])
+@pytest.mark.parametrize("first", ["moe_kernels", "torch.utils.flop_counter", "looked for"])
 def test_flops_are_counted_whichever_is_imported_first(first):
-    code = f"import torch, {first}; import moe_kernels as mk; from torch.utils.flop_counter import FlopCounterMode\n"
+    code = f"import importlib.util, torch, {'moe_kernels' if first == 'looked for' else first}\n"
+    if first == "looked for":
+        code += "importlib.util.find_spec('torch.utils.flop_counter')\n"
+    code += "import moe_kernels as mk; from torch.utils.flop_counter import FlopCounterMode\n"
     code += "with FlopCounterMode(display=False) as counter: mk.kwta(torch.randn(4, 50), 5, backend='cpu')\n"
     code += "print(counter.get_total_flops())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -31,13 +30,10 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook, used once: wraps the loader of torch.utils.flop_counter, to register the formulas after loading."""
+    """Import hook: wraps the loader of torch.utils.flop_counter, to register the formulas after loading."""
 
     def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
-        if fullname != COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == COUNTER else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
