@@ -1,1 +1,1 @@
-"""The definitions of the operations in PyTorch, for any device. They import no other module of the project."""
+"""The definitions of the operations in PyTorch (harden: scipy), for any device. They import nothing from moe_kernels."""

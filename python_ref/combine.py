@@ -1,4 +1,4 @@
-"""Combine, by definition: every token sums its kept rows, weighted by its gate."""
+"""Combine, by definition: every token sums its rows, each times its gate weight."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor
 def combine(rows: Tensor, plan: Any, weights: Tensor | None = None) -> Tensor:
     """rows (R, D), weights (T, K) -> y (T, D): y_t = sum over k with slot_row_tk >= 0 of weights_tk rows[slot_row_tk].
 
-    Summed in float32 (float64 stays). Without weights every weight is 1. The weight of a dropped choice may be NaN.
+    Summed in float32 (float64 stays). Without weights every weight is 1. Weights of dropped choices have no
+    effect, even NaN.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     zeros = rows.new_zeros(1, rows.shape[1])

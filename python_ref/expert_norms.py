@@ -1,6 +1,6 @@
 """The norm of every expert's output for every token, by definition: all (T, E, Dout) outputs, then their norms.
 
-Paper 004 (CompeteSMoE) routes a token to the experts with the largest norms.
+In some training steps paper 004 (CompeteSMoE) routes every token to the experts with the largest norms.
 """
 
 import torch
@@ -18,7 +18,7 @@ def expert_norms(
     b_out: Tensor | None = None,
     activation: str | None = "relu",
 ) -> Tensor:
-    """x (T, D), w_in (E, D, H), w_out (E, H, Dout) -> s (T, E). A gated activation needs w_in (E, D, 2 H).
+    """x (T, D), w_in (E, D, H), w_out (E, H, Dout) -> s (T, E). swiglu and geglu need w_in (E, D, 2 H).
 
     s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the root of the sum of squares; its gradient is zero where
     that sum is zero. Computed in float32 (float64 stays); the hidden layer and s are rounded to the dtype of x.

@@ -12,7 +12,7 @@ def activate(pre: Tensor, activation: str | None, alpha: float = 1.702, limit: f
     """act(pre). gelu is computed with erf. swiglu, geglu and swiglu_clamped halve the number of columns.
 
     swiglu, geglu: silu or gelu of the first half of the columns, times the second half. swiglu_clamped:
-    (u + 1) g sigmoid(alpha g), with g the even columns, clamped to at most limit, and u the odd columns, to +-limit.
+    (u + 1) g sigmoid(alpha g), with g = min(even columns, limit) and u the odd columns clamped to [-limit, limit].
     """
     if activation is None:
         return pre
@@ -41,8 +41,8 @@ def grouped_gemm(
 
     swiglu, geglu and swiglu_clamped give (R, Dout / 2). The rows of expert e are expert_offsets[e] to
     expert_offsets[e + 1] - 1; rows of the result from expert_offsets[E] on are zero. Computed in float32 (float64
-    stays) and rounded once; for swiglu_clamped also before the activation. With row_token (R,), `rows` holds tokens
-    (T, Din), and row r is rows[row_token_r], or zeros where row_token_r is -1.
+    stays); the result is rounded to the dtype of rows, for swiglu_clamped the product with bias too. With row_token
+    (R,), `rows` holds tokens (T, Din), and row r is rows[row_token_r], or zeros where row_token_r is -1.
     """
     if row_token is not None:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_token.long()]  # index -1 is the row of zeros

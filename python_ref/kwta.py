@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index") -> Tensor:
-    """values (or x) where kwta_mask(x), +0 elsewhere; the mask is a constant to autograd."""
+    """values (or x) where kwta_mask(x) is True, +0 elsewhere; the mask is a constant to autograd."""
     source = x if values is None else values
     return torch.where(kwta_mask(x.detach(), k, ties=ties), source, torch.zeros_like(source))
 
@@ -17,7 +17,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
 def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
     """True where x (..., N) is among the k largest of its row. -0.0 == 0.0, and NaN ranks above +inf.
 
-    With v the row and v_(j) its j-th largest value:
+    k = 0 selects nothing, k = N everything. Otherwise, with v the row and v_(j) its j-th largest value:
       "index"   exactly k elements win; of equal values those with the lowest indices
       "strict"  v_i wins if |{j : v_j >= v_i}| <= k (eq. 3), that is if v_i > v_(k+1)
       "all"     v_i wins if v_i >= v_(k)

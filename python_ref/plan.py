@@ -1,7 +1,7 @@
 """Routing plans, by definition: requests are sorted by expert, stably; each expert keeps its first `capacity` requests.
 
 A request is a choice of a token that names an expert. `make_plan` is the routing of GShard, Switch and V-MoE (paper
-003), with priority also V-MoE's Batch Prioritized Routing. `plan_expert_choice` and `plan_priority` are routings of
+003), with a priority also V-MoE's Batch Prioritized Routing. `plan_expert_choice` and `plan_priority` are routings of
 paper 002 (sparse ViT).
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """The fields of moe_kernels.RoutingPlan; its docstring explains them. All arrays are int32."""
+    """The fields of moe_kernels.RoutingPlan, whose docstring explains them. All arrays are int32."""
 
     num_tokens: int
     num_experts: int
@@ -38,7 +38,7 @@ def make_plan(
     Tokens are visited by position, or by descending priority (T,), tokens of equal priority by position; NaN is the
     highest priority. order "choice": all first choices, then all second choices, and so on; "token": every choice of a
     token before the next token. A request's slot is the number of earlier requests to its expert, dropped ones
-    included. A request is dropped if its slot is not below capacity.
+    included. A request is dropped if its slot is not below the capacity.
     """
     num_tokens, k = experts.shape
     device = experts.device
@@ -55,7 +55,7 @@ def make_plan(
     token, choice = token.flatten(), choice.flatten()
 
     expert = experts.long()[token, choice]
-    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)  # E: no request, sorted last
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)  # id E: no request, sorted last
     expert, arrival = torch.sort(expert, stable=True)
     token, choice = token[arrival], choice[arrival]
     start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
@@ -68,7 +68,7 @@ def make_plan(
     row = expert_offsets[expert] + slot
 
     bound = num_tokens * k if capacity is None else min(num_tokens * k, num_experts * capacity)
-    target = torch.where(keep, row, bound)  # choices without a row write to an extra one at the end
+    target = torch.where(keep, row, bound)  # choices without a row write to an extra row at the end
     row_token = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, token, -1))[:bound]
     row_choice = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, choice, -1))[:bound]
     slot_row = row.new_full((num_tokens, k), -1)
@@ -80,7 +80,7 @@ def make_plan(
 def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
     """scores (T, E): every expert takes the min(capacity, T) tokens of highest score in its column.
 
-    Of equal scores the lower token wins. Column e of slot_row and of the weights (T, E) belongs to expert e; an
+    Of equal scores the earlier token wins. Column e of slot_row and of the weights (T, E) belongs to expert e; an
     expert's rows are in token order. The weight of a token is its score where the expert took it, else 0.
     """
     num_tokens, num_experts = scores.shape
@@ -94,8 +94,8 @@ def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
     """scores (T, E): visits (token, expert) pairs in descending score, pairs of equal score by token, then by expert.
 
     A pair is assigned if its token has no expert yet and its expert has fewer than `capacity` tokens. weights (T, 1):
-    the token's score for its expert, 0 for a token without an expert. requested[e] is the number of tokens that score
-    expert e highest. An expert's rows are in token order.
+    the token's score for its expert, 0 for a token without an expert. requested[e] counts the tokens whose highest
+    score is for e (of equal scores, the lower expert). An expert's rows are in token order.
     """
     num_tokens, num_experts = scores.shape
     flat = scores.detach().flatten()

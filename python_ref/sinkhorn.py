@@ -31,13 +31,13 @@ def sinkhorn(
     """scores (..., n, n) -> (..., n, n): exp(scores / tau) with rows, then columns normalised, `iterations` times.
 
     Columns are normalised last, so they sum to one; rows sum to one after convergence. -inf forbids a pair; a row or
-    column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes NaN everywhere (if iterations > 0).
-    anneal_from: iteration t has the temperature temperatures(...)[t]. The logarithm of element (i, j) of the matrix is
-    (scores_ij - f_i - g_j) / tau; a change of tau keeps f and g.
+    column that holds only -inf becomes zeros. A matrix with NaN or +inf becomes NaN everywhere (if iterations > 0).
+    anneal_from: iteration t has the temperature temperatures(...)[t]. If the temperature changes from a to b, all
+    logarithms of the matrix are multiplied by a / b.
     rows, columns (..., n): prescribed sums of rows and columns instead of 1. noise (..., n, n): added to scores.
     tolerance: a matrix takes no further iteration once each row and column sum is off by at most `tolerance`.
-    gradient "unrolled": the gradient of these iterations, recomputed from about sqrt(iterations) checkpoints.
-    "implicit": the gradient of the fixed point (implicit_gradient); an error if a row sum is off by more than RESIDUAL.
+    gradient "unrolled": the gradient of the iterations, which backward repeats from about sqrt(iterations) checkpoints.
+    "implicit": the gradient of the fixed point (implicit_gradient); ValueError if a row sum is off by over RESIDUAL.
     """
     noisy = scores if noise is None else scores + noise
     one = torch.ones(1, dtype=torch.float64, device=scores.device)
@@ -64,7 +64,7 @@ def _unrolled(
 
 
 def temperatures(iterations: int, tau: float, anneal_from: float | None = None) -> list[float]:
-    """The temperature of every iteration: tau, or a geometric sequence from anneal_from (first) to tau (last)."""
+    """The temperature of every iteration: tau, or a geometric sequence from anneal_from to tau (one iteration: tau)."""
     if anneal_from is None:
         return [tau] * iterations
     steps = max(iterations - 1, 1)
@@ -84,7 +84,10 @@ def _iterate(log_p: Tensor, ratios: list[float], sums: list[Tensor], tolerance: 
 
 
 def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
-    """(...): whether all row and column sums are within tolerance of `sums`; rows and columns of zeros are ignored."""
+    """bool (...): whether all row and column sums of exp(log_p) are within tolerance of `sums`.
+
+    Rows and columns that hold only -inf are ignored.
+    """
     inside = torch.ones(log_p.shape[:-2], dtype=torch.bool, device=log_p.device)
     for dim, expected in zip((-1, -2), sums, strict=True):
         empty = (log_p == -torch.inf).all(dim)
@@ -116,9 +119,10 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined only up to a constant; adding 1 / n to every element of its matrix chooses one. If
-    p falls into blocks, as a permutation does, each block has its own constant. A diagonal larger by the factor
-    1 + 1e-13 makes the matrix regular; the constants cancel in a_i + b_j where p_ij is above 0.
+    Eliminating a leaves n equations for b. Adding a constant to b and subtracting it from a gives another solution;
+    adding 1 / n to every element of the matrix of b selects one. If p falls into blocks, as a permutation does, each
+    block has such a constant; c_j (1 + 1e-13) instead of c_j in that matrix makes it regular. The constants cancel in
+    a_i + b_j where p_ij is above 0.
     """
     p = p.double()
     w = p * grad.double()

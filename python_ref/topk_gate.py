@@ -1,7 +1,7 @@
 """The top-k gate, by definition: sort every row of logits, keep the first k, softmax before or after.
 
-"topk_softmax" is the gate of SMoE, of CompeteSMoE (paper 004) and of the Top-k baseline of paper 001; "softmax_topk" is
-the gate of V-MoE (paper 003) and of the sparse ViT (paper 002).
+"topk_softmax" is the gate of CompeteSMoE (paper 004) and of the Top-k baseline of paper 001; "softmax_topk" is the gate
+of V-MoE (paper 003) and of the sparse ViT (paper 002).
 """
 
 import torch
@@ -13,8 +13,8 @@ def topk_gate(
 ) -> tuple[Tensor, Tensor]:
     """logits (T, E) -> weights (T, K) and experts (T, K), in descending order of logits + noise.
 
-    Of equal sums the lower expert comes first; NaN ranks highest. "softmax_topk" does not select by probability, since
-    softmax may round different sums to equal probabilities. The selection is a constant to autograd.
+    Of equal sums the lower expert comes first; NaN ranks highest. "softmax_topk" too selects by these sums, not by
+    probability: softmax may round different sums to equal probabilities. The selection is a constant to autograd.
     """
     noisy = logits if noise is None else logits + noise
     promoted = noisy.to(torch.promote_types(noisy.dtype, torch.float32))

@@ -25,7 +25,7 @@ def smooth_step(t: Tensor, gamma: float) -> Tensor:
 
 
 def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """split_logits (..., E-1) in heap order -> the probability of every node (..., E-1) and of every leaf (..., E)."""
+    """split_logits (..., E-1) in heap order -> probabilities of reaching each node (..., E-1) and leaf (..., E)."""
     left, right = smooth_step(split_logits, gamma), smooth_step(-split_logits, gamma)
     level, nodes, start = left.new_ones(*left.shape[:-1], 1), [], 0
     while start < left.shape[-1]:
@@ -41,14 +41,14 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
     """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
     p are the leaf probabilities. Without `parity` the terms are computed as p exp(leaf_logits), and leaves with p below
-    the smallest normal number are left out, so that the derivative of a gate to p, up to 1 / p, is finite. parity: "tf"
-    and "bert" compute log p as the authors' TensorFlow and BERT code (moe_kernels/ops/tree_gate.py).
+    the smallest normal number are left out, so that the derivative of a gate to p, at most 1 / p, is finite. parity:
+    "tf" and "bert" compute log p as the authors' TensorFlow and BERT code do (see moe_kernels/ops/tree_gate.py).
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
         least = torch.finfo(leaf_probs.dtype).min if parity == "tf" else -torch.inf
         p = (leaf_probs + epsilon).log().masked_fill(dropped, least)
-        logits = leaf_logits.masked_fill(dropped, 0)  # +inf or NaN would make all gates NaN
+        logits = leaf_logits.masked_fill(dropped, 0)  # +inf or NaN of a dropped leaf would make all gates NaN
         return (logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
     reachable = leaf_logits.masked_fill(leaf_probs < torch.finfo(leaf_probs.dtype).tiny, -torch.inf)
     weights = leaf_probs * (reachable - reachable.detach().amax((-2, -1), keepdim=True)).exp()
@@ -92,11 +92,11 @@ def tree_route(
     split_bias: Tensor | None = None,
     leaf_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
-    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, of equally likely ones the left-most.
+    """Weights (T, K), experts (T, K) and statistics: each tree's likeliest leaf, of equally likely ones the left-most.
 
     weights = softmax of the logits of the K leaves. An expert that several trees chose keeps its first column, with the
     sum of its weights; its other columns get weight 0 and expert -1. At a node whose pre-activation is NaN the token
-    goes left; if the node is visited, the token's weights are NaN, except in columns with expert -1.
+    goes left; if `visited` counts the node, the token's weights are NaN, except in columns with expert -1.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()
