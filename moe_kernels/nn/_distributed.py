@@ -1,4 +1,4 @@
-"""Zero gradients for unused parameters, since torch's DistributedDataParallel expects a gradient of every parameter."""
+"""Zero gradients for unused parameters: DistributedDataParallel by default expects a gradient of each parameter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 def attach_unused(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Returns y. If torch.distributed is initialised, backward of y gives the trainable `parameters` a zero gradient.
 
-    DistributedDataParallel fails in the step after one in which a parameter got no gradient. Without torch.distributed
-    the gradient stays None, so that weight decay and momentum do not change the parameter.
+    By default DistributedDataParallel fails in the step after one in which a parameter got no gradient. Without
+    torch.distributed the gradient stays None, so that weight decay and momentum do not change the parameter.
     """
     if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return y
-    # DTensors, which have `placements`, are left out: nn.parallel.data_parallel makes DDP ignore them.
+    # No DTensors (they have `placements`): moe_kernels.nn.parallel.data_parallel makes DDP ignore them.
     unused = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]
     return _AttachUnused.apply(y, *unused) if unused else y
 

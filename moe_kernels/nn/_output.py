@@ -21,8 +21,8 @@ Hook = Callable[..., Any]
 class OutputModule(nn.Module):
     """A module whose output is a dataclass of tensors, registered as a pytree.
 
-    torch calls no full backward hooks for a module that returns a dataclass; this class does.
-    A hook's `grad_output` has the gradient of each tensor of the output that requires one, in the order of the fields.
+    torch calls no full backward hooks for a module that returns a dataclass; this class does. A hook's `grad_output`
+    has the gradients of those tensors of the output that require a gradient, in the order of the fields.
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -81,7 +81,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """Not a ContextVar: torch.compile cannot trace one. outputs: the list of the innermost collect_outputs, or None."""
+    """Not a ContextVar: torch.compile cannot trace one. outputs: the list of the innermost block, or None."""
 
     outputs: Outputs | None = None
 

@@ -1,4 +1,4 @@
-"""Initialisation and dtype of parameters of gates, experts and LocalSearch."""
+"""Initialisation and dtype of the layers' parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KeepsFloat32(nn.Module):
 
 
 def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """fn(tensor); float32 that fn would convert to bfloat16 or float16 only moves to the device of the result."""
+    """fn(tensor); a float32 tensor that fn would make bfloat16 or float16 only moves to the device of the result."""
     result = fn(tensor)
     narrowed = tensor.dtype == torch.float32 and result.dtype in (torch.bfloat16, torch.float16)
     return tensor.to(result.device) if narrowed else result

@@ -15,10 +15,10 @@ def is_recomputing() -> bool:
 
 
 def refuse_reentrant(name: str) -> None:
-    """Raises RuntimeError if torch.utils.checkpoint(use_reentrant=True) calls a module that returns a dataclass.
+    """Raises RuntimeError if torch.utils.checkpoint(use_reentrant=True) itself calls a module that returns a dataclass.
 
-    This checkpoint gives gradients only to a tensor or a tuple of tensors; those of a dataclass would be lost. Inside a
-    checkpointed function that returns a tensor the module works, so only a direct call by the checkpoint raises.
+    Such a checkpoint passes gradients only to a tensor or a tuple of tensors, so that those of a dataclass would be
+    lost. A checkpointed function that calls the module and returns a tensor is allowed.
     """
     if torch.is_grad_enabled() or is_compiling():
         return

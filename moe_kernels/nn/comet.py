@@ -123,16 +123,16 @@ class MaskedLinear(nn.Linear):
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
     C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
-    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero. If known
-    masks are passed as bits instead of scores, this gradient is zero even for a NaN or infinite pre-activation. The
-    output has the dtype of f(W x + b). If scores and values differ in dtype, both are converted to their common dtype
-    for the selection, which is exact for floating-point scores.
+    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero if it is
+    finite; if a known mask is passed as bits instead of scores, also if it is NaN or infinite. The output has the dtype
+    of f(W x_{l-1} + b). If the scores have another dtype, both are converted to their common dtype for the selection,
+    which is exact for floating-point scores.
 
     Args:
         k: active neurons, 0 to out_features.
         activation: f, a name in ACTIVATIONS; None is the identity.
         ties, backend: as in kwta.
-        bias, device, dtype: as in torch.nn.Linear.
+        in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
 
     Raises:
         ValueError, TypeError: k outside [0, out_features], an unknown activation, tie rule or backend.
@@ -264,15 +264,15 @@ class CometFFN(nn.Module):
 class CometMLP(nn.Module):
     """The MLP of paper 000: L linear layers. A FixedRouting masks the L-1 hidden ones; the output is never masked.
 
-    p = 1 is the dense MLP, bit for bit: the routing does not run. Its weights V are still drawn and saved, so that
-    state dicts of all p are interchangeable and a generator gives the same weights at every p.
+    p = 1 is the dense MLP: the routing does not run. Its weights V are still drawn and saved, so that a state dict fits
+    every p and a generator gives the same weights at every p.
 
     Args:
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
         p: keep fraction of every hidden layer, 0 < p <= 1; k_l = k_from_fraction(p, N_l).
         activation: f of eq. 8, a name in ACTIVATIONS.
         bias: whether the backbone has biases; the routing has none.
-        ties, backend: as in kwta, for both networks.
+        ties, backend: as in kwta.
         generator: draws the backbone, first layer to last, then the routing; None is torch's own generator.
 
     Raises:

@@ -1,10 +1,14 @@
 """Converts the state dict of an ExpertMLP from and to two layouts: nn.Linear of single experts, or stacked tensors.
 
-    ExpertMLP  w_in (E, D, H or 2 H), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); 2 H: gate, then up
+    ExpertMLP  w_in (E, D, H or 2 H), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout)
     linear     {e}.w1.weight (H, D), {e}.w3.weight (H, D), {e}.w2.weight (Dout, H), as Mixtral's; biases, if any
     stacked    gate_up_proj (E, 2 H, D), down_proj (E, Dout, H), as in transformers 5; biases, if any, end in "_bias"
 
     layer.experts.load_state_dict(from_linear(checkpoint, "model.layers.0.block_sparse_moe.experts."))
+
+w1 is the gate, w3 up, w2 down. The 2 H columns of w_in are those of the gate, then those of up, as the activations
+"swiglu" and "geglu" read them. "swiglu_clamped" reads alternating columns, as gpt_oss stores them: from_stacked with
+interleaved=False keeps them so.
 
 The functions from_* read the keys that begin with `prefix`; the functions to_* put `prefix` before their keys. All
 return new contiguous tensors.
@@ -110,7 +114,7 @@ def from_stacked(
     Args:
         names: names of the two weights; ("up_proj", "down_proj") for experts without a gate. A bias is name + "_bias".
         transposed: gate_up_proj is (E, D, 2 H) and down_proj (E, H, Dout), as in Llama 4 and gpt_oss.
-        interleaved: gate and up alternate along the dimension of size 2 H, as in gpt_oss; else all of gate comes first.
+        interleaved: gate and up alternate along the dimension of size 2 H, as in gpt_oss; they become gate, then up.
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
 

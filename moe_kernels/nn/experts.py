@@ -24,8 +24,8 @@ class Experts(nn.Module):
     `rows(x, plan)` returns the experts' outputs (R, Dout) for the R rows of the plan, before weighting. MultiGateMoE
     combines them once for each task. A subclass defines `outputs`, which returns the rows before dropout.
 
-    Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which sends rows
-    to the ranks that own their experts and the outputs back. num_experts stays the number of all experts.
+    Across processes: moe_kernels.nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which
+    sends rows to the ranks that own their experts and the outputs back. num_experts stays the number of all experts.
 
     Autocast acts as on torch.nn.Linear: if it is on for the device of x, x and the parameters are cast to its dtype,
     and the output has this dtype; each gradient has the dtype of its tensor. As in torch, float64 is not cast. Gate

@@ -32,9 +32,9 @@ class CompetitionGate(Gate):
         rate: lambda, the probability of a competition step in training: a number, or a function of the step, which
             counts from 0. Every gate draws for itself.
         alpha: coefficient of the router's loss, as in the published code; eq. 5 multiplies the task's loss instead.
-        through_norms: True: the output's gradient reaches the experts through their outputs and through the norms that
-            weight the outputs, as in the published code. False: through the outputs alone. The target of the router's
-            loss is a constant in both cases.
+        through_norms: True: the output's gradient reaches the experts through their outputs and through the norms,
+            whose softmax weights the outputs, as in the published code. False: through the outputs alone. The target of
+            the router's loss is a constant in both cases.
         coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The draw is on
             the host and waits for no device; in training torch.compile breaks its graph there.
 
@@ -45,7 +45,8 @@ class CompetitionGate(Gate):
     1, and on competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass. State dicts hold
-    it. With a `coin`, a repeated forward uses the last draw, so each backward must precede the next forward.
+    it. A repeated forward uses the last draw of `coin`, or the rate of the last step if `rate` is a function; so each
+    backward must precede the next forward.
 
     Source: paper 004, sections 3.1 to 3.3, eqs. 3 to 5.
 

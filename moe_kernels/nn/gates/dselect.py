@@ -13,7 +13,7 @@ from moe_kernels.ops.tree_gate import smooth_step
 
 
 class DSelectKGate(Gate):
-    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if the bit is set, else 1 - h(z_jb).
+    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if bit b is set, else 1 - h(z_jb).
 
         z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), highest bit first;  h: smooth step
 
@@ -21,10 +21,10 @@ class DSelectKGate(Gate):
         dim, num_experts: D, E >= 2.
         k: number of selectors.
         gamma: width of the smooth step.
-        entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
+        entropy: coefficient of mean over t of -sum over j, i of r_ji log(r_ji + 1e-6).
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6), used if E is no power of two. The
-            2^m - E codes from E on then have no expert; their part of a selector is lost, as gates are not
-            renormalised.
+            2^m - E codes from E on then have no expert; their share of a selector is lost, so gates can sum to
+            less than one.
         generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator, which always draws A and a. c
             starts at 0.
 
