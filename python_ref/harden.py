@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def harden(soft: Tensor) -> Tensor:
-    """soft (..., n, n) -> int64 (..., n): the permutation column that maximises the sum of soft[i, column_i]."""
+    """soft (..., n, n) -> int64 (..., n): the permutation that maximises the sum over i of soft[i, permutation[i]]."""
     from scipy.optimize import linear_sum_assignment
 
     columns = torch.empty(soft.shape[:-1], dtype=torch.int64)

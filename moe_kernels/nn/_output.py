@@ -81,7 +81,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """Not a ContextVar: torch.compile cannot trace one. outputs: the list of the innermost block, or None."""
+    """Not a ContextVar: torch.compile cannot trace one. outputs: the list of the innermost collect_outputs, or None."""
 
     outputs: Outputs | None = None
 
