@@ -113,16 +113,16 @@ def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
 
 
 def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
-    """dL/dscores at the fixed point p = diag(u) exp(scores / tau) diag(v) with row sums r and column sums c.
+    """dL/dscores from grad = dL/dp, at the fixed point p = diag(u) exp(scores / tau) diag(v).
 
-        w = p * grad,   r_i a_i + sum_j p_ij b_j = sum_j w_ij,   sum_i p_ij a_i + c_j b_j = sum_i w_ij
+        w_ij = p_ij grad_ij,   r_i a_i + sum_j p_ij b_j = sum_j w_ij,   sum_i p_ij a_i + c_j b_j = sum_i w_ij
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    Eliminating a leaves n equations for b. Adding a constant to b and subtracting it from a gives another solution;
-    adding 1 / n to every element of the matrix of b selects one. If p falls into blocks, as a permutation does, each
-    block has such a constant; c_j (1 + 1e-13) instead of c_j in that matrix makes it regular. The constants cancel in
-    a_i + b_j where p_ij is above 0.
+    r and c are the row and column sums of p. Eliminating a leaves n equations for b. A constant may be added to b and
+    subtracted from a; 1 / n added to every element of the equations' matrix selects one solution. If p falls into
+    blocks, as a permutation does, each block has such a constant; c_j (1 + 1e-13) instead of c_j on the diagonal makes
+    the matrix regular. The constants cancel in a_i + b_j where p_ij is above 0.
     """
     p = p.double()
     w = p * grad.double()
