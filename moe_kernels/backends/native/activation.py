@@ -1,4 +1,4 @@
-"""Activations of the grouped GEMM: their codes in the kernels, and the gradient of an activation alone."""
+"""Activations of the grouped GEMM on the C++ backends: their codes, and the gradient to pre-activations."""
 
 from __future__ import annotations
 

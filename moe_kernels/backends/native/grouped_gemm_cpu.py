@@ -1,6 +1,7 @@
-"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp if in_cpp returns True, else by torch.mm.
+"""The grouped GEMM on CPU tensors, the expert MLP and the expert norms.
 
-After torch's products, C++ adds the bias, unless torch did so (with AMX), and applies the activation.
+csrc/cpu/grouped_gemm.cpp multiplies if in_cpp returns True, else torch does. In both cases C++ applies the activation.
+It also adds the bias, except to bfloat16 products that torch computes with AMX, the matrix unit of some processors.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Most multiply-adds per expert, on average, for which C++ always multiplies: one thread needs about 60 us for them.
+# C++ always multiplies experts with up to SMALL multiply-adds on average, about 60 us of work for one thread.
 SMALL = 2**21
 # Fewest rows per thread for which C++ multiplies larger experts, if there are fewer experts than threads. With fewer
-# rows torch.mm is faster, since its threads share the columns.
+# rows torch is faster, since its threads share the columns.
 LEAST = 24
-# Most bytes of intermediate results for which the expert MLP is one C++ call, which saves 10 us. With larger results
-# separate calls are faster: a result then takes memory that an earlier one freed, without page faults.
+# Most bytes of hidden units and output rows for which the expert MLP is one C++ call, which saves 10 us. With more
+# bytes separate calls are faster: later results take memory that earlier ones freed, without page faults.
 AT_ONCE = 2**20
 
 
 def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    C++ multiplies small experts, and larger ones if there is an expert, or LEAST rows, for each thread. It is then 1.2
-    times as fast as torch in the median of 624 cases from 2**20 to 2**30 multiply-adds (Zen 4). On an Intel processor
-    it is 1.1 to 1.3 times as fast up to 2**24 and 0.8 times at 2**28 (float32, AVX-512). torch multiplies larger
-    experts in bfloat16 if the processor has AMX, which C++ does not use.
+    C++ multiplies experts of up to SMALL multiply-adds. It multiplies larger ones if there is an expert, or LEAST rows,
+    for each thread, except in bfloat16 with AMX, which torch uses and C++ does not. Where C++ multiplies, it is 1.2
+    times as fast as torch in the median of 624 cases with 2**20 to 2**30 multiply-adds (Zen 4). On an Intel processor
+    it is 1.1 to 1.3 times as fast up to 2**24, but 0.8 times at 2**28 (float32, AVX-512).
     """
     num_experts, din, dout = size
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
@@ -78,7 +79,7 @@ def bwd_weight(
             "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
             (x_token, torch.int32, 1), (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
             (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1), (dweight, dtype, 3),
-            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # din 0: only column sums
+            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # din 0: only dbias
         )  # fmt: skip
     return dweight, dbias
 
@@ -114,7 +115,8 @@ def mlp(
 ) -> tuple[Tensor, Tensor] | None:
     """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
 
-    plan: expert_offsets, row_token, slot_row; if None, C++ plans experts (T, K): -1 and ids from E on are no choices.
+    plan: expert_offsets, row_token, slot_row. If None, C++ makes the plan from experts (T, K), in which -1 and ids from
+    E on are no choices.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape
@@ -153,7 +155,7 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
-    """Number of elements of a pointwise operation that takes as long as num_rows rows times a weight of `size`."""
+    """`work` of native.call for num_rows rows times a weight of `size`: 64 multiply-adds count as one element."""
     return num_rows * size[1] * size[2] // 64
 
 
@@ -182,21 +184,21 @@ def _weight(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Memory for a result (num_rows, width): `by_torch` if it has this dtype, else new memory."""
+    """Memory for a result (num_rows, width): `by_torch` if it is a tensor of dtype `dtype`, else new memory."""
     if by_torch is not None and by_torch.dtype == dtype:
         return by_torch
     return torch.empty(num_rows, width, dtype=dtype, device="cpu")
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """torch's products, and the bias that C++ must still add, or None. With AMX torch adds it before rounding: a bias
-    added after rounding may cancel most of the product and leave the rounding error."""
+    """(torch's products, the bias that C++ must still add or None). Products computed with AMX are rounded to bfloat16,
+    so torch adds the bias before: added later, it could cancel most of a product and leave the rounding error."""
     added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
 
 def _multiply_in_torch(x, weight, expert_offsets, row_token, bias) -> Tensor:
-    """(R, Dout): the rows of each expert times its weight, by torch; zeros in unused rows."""
+    """(R, Dout): the rows of each expert times its weight, plus its bias if given, by torch; zeros in unused rows."""
     rows, dtype = _gathered(x, row_token), _torch_dtype(x.dtype)
     out = x.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
@@ -222,12 +224,12 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 
 
 def _in_tiles(dtype: torch.dtype) -> bool:
-    """Whether torch.mm uses the processor's matrix unit (AMX) for this dtype."""
+    """Whether torch multiplies this dtype with AMX: bfloat16 on a processor that has it."""
     return dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 def _torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies. Without AMX, 16 bits take 4 to 100 times as long as float32."""
+    """The dtype in which torch multiplies. Without AMX products in 16 bits would take 4 to 100 times as long."""
     return torch.float32 if dtype.itemsize == 2 and not _in_tiles(dtype) else dtype
 
 

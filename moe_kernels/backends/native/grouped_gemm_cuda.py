@@ -1,4 +1,4 @@
-"""The grouped GEMM and functions that contain it: csrc/cuda/grouped_gemm*.cu, expert_mlp.cu and expert_norms.cu."""
+"""The grouped GEMM, expert MLP and expert norms on CUDA tensors: csrc/cuda/grouped_gemm*.cu and expert_*.cu."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
-COLUMNS = 128  # columns of a tile in C++; hidden_bwd and norms get one partial sum per row and tile
+COLUMNS = 128  # columns of a tile of products in csrc/cuda; hidden_bwd and norms get one partial sum per row and tile
 
 
 def fwd(
@@ -84,7 +84,7 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:
-    """The array, two strides and layout of a weight (E, Din, Dout). Its last or middle dimension is contiguous."""
+    """Array of a weight (E, Din, Dout), its strides of experts and rows, and whether Din is contiguous, not Dout."""
     transposed = weight.stride(2) != 1
     rows = weight.transpose(1, 2) if transposed else weight
     return (rows, dtype, 3), weight.stride(0), rows.stride(1), transposed

@@ -1,4 +1,4 @@
-"""The routing plans on the C++ backends: make_plan on both, with the same arguments, the other two only on the CPU."""
+"""Routing plans: make_plan on both C++ backends, plan_expert_choice and plan_priority only on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.library import plan_rows, words
 from moe_kernels.library.plan import refuse_unknown_experts
 
 COLUMNS = 16  # kColumns of csrc/cpu/plan.cpp: experts for which plan_expert_choice chooses tokens together
-ENTRY = 16  # bytes for a token in an expert's list: its key (8 for float64), its index, padding
+ENTRY = 16  # most bytes of a Held of csrc/cpu/plan.cpp: a float64 key (8), a token (4) and padding
 
 
 def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[Tensor, ...]:

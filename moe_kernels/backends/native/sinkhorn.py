@@ -33,10 +33,10 @@ def _run(native, name, scores, taus, out, *grad, sums) -> None:
 
 
 def _matrix(x: Tensor) -> tuple[Any, int, int]:
-    """A matrix argument x (batch, n, n) and its first two strides."""
+    """The array of x (batch, n, n), and its first two strides."""
     return (x, x.dtype, 3), x.stride(0), x.stride(1)
 
 
 def _vectors(*vectors: Tensor | None) -> list[tuple[Tensor | None, torch.dtype, int]]:
-    """Array arguments of rank 2 in float64, (batch, n) or None."""
+    """The arrays of float64 tensors (batch, n), which may be None."""
     return [(x, torch.float64, 2) for x in vectors]

@@ -1,4 +1,4 @@
-"""The tree gate and its conditional descent on the C++ backends: tree_gate and tree_route in csrc/cpu and csrc/cuda."""
+"""The tree gate, and tree_route, which chooses one leaf per tree: tree_gate and tree_route of csrc/cpu and cuda."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.library import compute_dtype, contiguous_rows
 
-PAD = 16  # kPad of csrc/cpu/tree_gate.cpp: rows of scratch are rounded up to a multiple of PAD elements
+PAD = 16  # kPad of csrc/cpu/tree_gate.cpp: arrays in scratch are rounded up to a multiple of PAD elements
 BLOCK = 128  # kBlock of csrc/cpu/tree_route.cpp: tokens that descend a tree together
 
 
@@ -36,7 +36,7 @@ def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The number added to leaf probabilities in the softmax, and the least probability in it (see ops/tree_gate.py)."""
+    """(epsilon, least) of the softmax: epsilon is added to leaf probabilities; leaves below `least` are left out."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 
@@ -44,7 +44,7 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = compute_dtype(leaf_logits.dtype)
-    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three rows of all leaves, a heap, and 2 * PAD more.
+    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three arrays of all leaves, a heap, 2 * PAD elements.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)

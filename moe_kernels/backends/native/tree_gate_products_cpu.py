@@ -1,7 +1,9 @@
-"""The products of x with a tree gate's weights on CPU tensors: all of them, as a grouped GEMM of one expert, or, if
-enough nodes are saturated, only those of nodes and leaves that a token reaches (csrc/cpu/tree_gate_products.cpp).
+"""The products of x with a tree gate's weights on CPU tensors.
 
-The trees are divided into top nodes, which are computed for all tokens, and branches (_nodes_above) below them.
+A tree is divided into top nodes and, below them, branches (_nodes_above). The products of top nodes are computed for
+all tokens. A saturated node sends a token to one child with probability 1, so the token cannot reach the branches below
+the other child. If enough nodes are saturated, the products of these branches are skipped
+(csrc/cpu/tree_gate_products.cpp). Otherwise all products are computed, as a grouped GEMM of one expert.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: room for the nodes and leaves of a branch; tokens at a time.
+# kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: COLUMNS is room for the nodes and leaves of a branch, TILE the
+# number of tokens multiplied at a time.
 COLUMNS, TILE = 32, 256
 
-# Skipping products saves time if tokens reach at most the share WORTH of the branches, or a smaller share if P or T is
-# small: for each branch a token costs as much as OVERHEAD more elements of x, and packing costs as much as PACKING
-# tokens. At P = 768 skipping took 0.57 to 0.65 of the time of all products at a share of 0.23, and 0.84 to 0.96 at
-# 0.31. _reach measures the share of a sample of at most SAMPLE tokens first.
+# With large P and T, skipping products saves time if tokens reach on average at most the share WORTH of the branches.
+# With small P or T the share is smaller: each token in a branch costs as much as OVERHEAD more elements of x, and
+# packing the weights of a branch costs as much as PACKING more tokens. At P = 768 skipping took 0.57 to 0.65 times as
+# long as all products at a share of 0.23, and 0.84 to 0.96 times at 0.31. _reach tries up to SAMPLE tokens first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
@@ -96,16 +99,17 @@ def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
 def _nodes_above(leaf_weight: Tensor) -> int:
     """Number of a tree's top nodes, above the branches; 0 if the tree is not divided.
 
-    A branch is a subtree of at most four levels of nodes, and their leaves. Trees of up to 32 experts would have at
-    most two branches, and trees of over 1024 experts more than 64, the number of bits in tree_reach.
+    A branch is a subtree of at most four levels of nodes, and their leaves. Trees of up to 32 experts are not divided:
+    they would have at most two branches. Trees of over 1024 experts are not divided either: they would have more than
+    64 branches, but tree_reach keeps the branches that a token reaches in 64 bits.
     """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
     return 2**levels - 1 if 1 < levels <= 6 else 0
 
 
 class _Reach(NamedTuple):
-    """top: pre-activations of the top nodes. token: the tokens that reach each branch, branch by branch; offsets: the
-    start of each branch in `token`, and the end."""
+    """top: pre-activations of the top nodes. token: the tokens that reach each branch, branch by branch. offsets: where
+    each branch starts in `token`, and where the last one ends."""
 
     top: Tensor
     offsets: Tensor
@@ -115,12 +119,12 @@ class _Reach(NamedTuple):
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """The tokens that reach each branch, or None if all products should be computed.
 
-    All are computed if skipping some saves no time, which a sample of tokens may show, or if a skipped product could be
-    NaN, since the definition would return this NaN.
+    All are computed if skipping saves no time, which a sample of tokens may show, or if a skipped product could be NaN:
+    NaN in a node that a token cannot reach makes all gates of the token NaN in the definition.
 
     Args:
         top_of: top_of(step) returns the pre-activations of the top nodes for every step-th token.
-        others: the weights, and biases or None. A NaN or infinity in them, or an overflow, could make a product NaN.
+        others: the weights and, in forward, the biases (or None).
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
@@ -148,7 +152,7 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
 
 
 def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether a bound shows that no product of x with a weight, plus a bias, overflows or is NaN."""
+    """Whether a bound shows that no product of x with a weight, plus a bias, is NaN or overflows its compute dtype."""
     largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
     return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(compute_dtype(x.dtype)).max
 
@@ -157,7 +161,8 @@ def _run(native, name, x, split_weight, leaf_weight, split, leaf, found, results
     dtype, (tokens, dim), (trees, experts, _) = compute_dtype(x.dtype), x.shape, leaf_weight.shape
     x = contiguous_rows(x.to(dtype))
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
-    # scratch: weights of a branch or their gradient, and two blocks of logits. packed: the weights of all branches.
+    # scratch, of each thread: the weights of a branch or their gradient, and two blocks of logits or their gradients.
+    # packed: the weights of all branches.
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
     scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
