@@ -1,7 +1,8 @@
 """Triton backend: kernels, and functions that launch them.
 
-Files without a leading underscore serve one or more operations. Their functions *_supports tell whether the kernels
-take a device and dtype; *_limits, in some files, return the largest sizes. Files named _* hold parts of other files.
+Each file without a leading underscore serves one or more operations. Its functions *_supports return None if the
+kernels take a device and dtype, else the reason why not; functions *_limits return the largest sizes that kernels take.
+Files named _* hold parts that other files import.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def _release(version: str) -> tuple[int, ...]:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Launches a kernel that is compiled without fusing products and sums (tl.fma still fuses).
 
-    LLVM would fuse a product with the first step of a sum over lanes. Each lane would then add its own unrounded
-    product to the rounded one of another lane, so lanes with the same sum would differ in its last bits.
+    LLVM would fuse a product with the first addition of a sum over lanes. Each lane would then add its own unrounded
+    product and the rounded product of another lane, so lanes that share a sum would get different last bits.
     """
     kernel[grid](*arguments, enable_fp_fusion=False, **named)
 
 
 def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a call makes the GPU of its first argument current, since Triton launches on the current GPU."""
+    """Decorator: during a call the GPU of the first argument is current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
     def wrapper(x: torch.Tensor, *rest: Any) -> Any:

@@ -1,8 +1,8 @@
 """Backward of the grouped GEMM, of an expert MLP's hidden layer and of activations; and sums of each token's rows.
 
-The gradient to rows comes from the forward kernel on transposed weights. For the weight gradient a program computes a
-tile of dW from all rows of its expert, in order. It reads operands by pointers on every device: a bulk copy (TMA) reads
-a whole block of rows, so the last block of an expert would include rows of the next expert.
+The gradient to x is not here: it comes from the forward kernel on transposed weights. For the weight gradient a program
+computes a tile of dW from all rows of its expert, in order. It reads them by pointers on every device: a bulk copy
+(TMA) would read a whole block of rows, so the last block of an expert would include rows of the next expert.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _load_rows(
     row, end, d, D, stride,
     GATHER: tl.constexpr, WIDEN: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows `row` and columns `d`, as (rows, columns) or, if TRANSPOSED, (columns, rows). Zeros beyond `end` and D."""
+    """Rows `row` and columns `d`, as (columns, rows) if TRANSPOSED. Zeros for row >= end, d >= D and token -1."""
     token = row.to(tl.int64)
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
     valid = (row < end) & (token >= 0)
-    if TRANSPOSED:  # transposes pointers: with tl.trans the loads would not become cp.async on sm_80
+    if TRANSPOSED:  # pointers are transposed: with tl.trans of `values` the loads would not become cp.async on sm_80
         offsets, inside = token[None, :] * stride + d[:, None], valid[None, :] & (d < D)[:, None]
     else:
         offsets, inside = token[:, None] * stride + d[None, :], valid[:, None] & (d < D)[None, :]
@@ -84,7 +84,7 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # dbias has its own loop, in the first row of tiles only: in the loop of products it would slow all tiles.
+        # Only programs of the first row of tiles sum dbias. In the loop of products the sum would slow every program.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
@@ -116,7 +116,7 @@ def _expert_mlp_bwd_hidden(
     pre_ptr,  # (R, N or 2 N) contiguous
     dpre_ptr,  # (R, N or 2 N) contiguous, receives the gradient of pre
     weighted_ptr,  # (R, N) contiguous, receives row_weight * h
-    partial_ptr,  # (R, column tiles), receives terms of the gradient of row_weight, <h, dh> + <b_out, dy>
+    partial_ptr,  # (R, column tiles), receives terms of row_weight's gradient <h, dh> + <b_out, dy>, dh = dy w_out^T
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -144,7 +144,7 @@ def _expert_mlp_bwd_hidden(
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
         tl.static_assert(GATHER)  # otherwise x may be a descriptor, but the loop below reads x by pointers
-        # <b_out, dy> has its own loop, in the first column of tiles only: in the other loop it would slow all tiles.
+        # Only programs of the first column of tiles sum <b_out, dy>: in multiply_tile the sum would slow every program.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)
@@ -164,7 +164,7 @@ def _finish_hidden(
 ):  # fmt: skip
     """Stores dpre and weighted h of a tile, at most SLICE columns at a time; returns <h, dh> over the tile's columns.
 
-    dh: the gradient of h without the row's weight. valid: the tile has the row. used: an expert has the row.
+    dh: dy w_out^T, without the row's weight. valid: the tile has the row. used: an expert has the row.
     """
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
@@ -328,7 +328,7 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D): sums of each token's rows. For 16 bits torch's gather, cast and sum move 7 times the bytes."""
+    """(R, D) -> (T, D): the sum of each token's rows."""
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))
     if rows.numel() == 0:

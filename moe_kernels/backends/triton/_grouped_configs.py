@@ -1,11 +1,11 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
 The keys of TILES and ALTERNATIVES are a kernel and its inner loop: 80 for cp.async and mma.sync, 90 for wgmma, with
-tensor descriptors where possible. The sizes were computed as follows and have not been timed on a GPU.
+tensor descriptors where possible. The sizes for 16-bit products were derived as follows, and not timed on a GPU.
 
-sm_80: in one clock an SM does 1024 multiply-adds and can read 128 bytes of shared memory. Warps with tiles of 64 x 64
-read 64 bytes a clock; with tiles of 64 x 32 they would read 96. So four warps compute 128 x 128. Their buffers of 48 KB
-leave room for more than one block in the 164 KB of an A100's SM.
+sm_80: in one clock an SM does 1024 multiply-adds and can read 128 bytes of shared memory. If each warp computes 64 x 64
+results, the SM reads 64 bytes a clock; with 64 x 32 it would read 96. So four warps compute 128 x 128. Their buffers of
+48 KB leave room for more than one block in the 164 KB of an A100's SM.
 sm_90: with wgmma of 64 x 256 x 16 an SM reads 80 of at most 128 bytes a clock; with 64 x 128 x 16 it would read 96. So
 the largest tiles are 128 x 256, by two warp groups, with four stages of 48 KB.
 float32 uses the smaller tiles of GENERAL: IEEE products run outside the tensor cores, and registers limit the tiles.
@@ -32,7 +32,8 @@ MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 col
 
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once; with 131072 compilation takes 89 s
 
-# Milliseconds with MOE_KERNELS_AUTOTUNE=1. Key: kernel, device, dtype, K, columns, experts, bit length of num_rows.
+# Milliseconds of tiles, timed if MOE_KERNELS_AUTOTUNE=1. Key: kernel, device, dtype, K, columns, experts, bit length of
+# num_rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
@@ -46,8 +47,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Tiles for few rows per expert, for few columns, and for all other sizes (`choose_tiles`). In gated products n counts
-# columns with the activation; the program also computes n linear columns.
+# Tiles for few rows per expert, for few columns, and for all other sizes (`choose_tiles`). In "gated" tiles n counts
+# columns of gates; the program also computes n linear columns.
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("fwd", 90): (Tiles(64, 128, 64, 4, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
@@ -59,7 +60,7 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
 # Tiles that MOE_KERNELS_AUTOTUNE=1 also times. With smaller tiles or fewer stages more blocks may share an SM. Larger
-# tiles read less from L2: 128 x 256 reads three quarters of the bytes of 128 x 128.
+# tiles read less from L2: with 128 x 256 a kernel reads three quarters of the bytes that it reads with 128 x 128.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -70,7 +71,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# Tiles for float32 and for arguments that are not `_divisible`: Triton may not vectorize their loads.
+# Tiles for float32, and for arguments that are not `_divisible`, whose loads Triton may not vectorize.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -95,7 +96,7 @@ def run_with_tiles(
     run: Callable[[Tiles], None],
     training: bool = False,
 ) -> None:
-    """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
+    """Calls run(tiles), which launches the kernel, with tiles that suit the product of x (T or R, K) and `other`.
 
     With MOE_KERNELS_AUTOTUNE=1, 16-bit `_divisible` arguments on a GPU use the fastest of TILES and ALTERNATIVES, timed
     once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
@@ -115,7 +116,7 @@ def run_with_tiles(
 
 
 def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
-    """Median milliseconds of a launch with a cold L2 cache; infinite if the device has no room for such tiles."""
+    """Median milliseconds of run(tiles) with a cold L2 cache; infinite if the device has no room for such tiles."""
     try:
         return triton.testing.do_bench(lambda: run(tiles), return_mode="median")
     except triton.runtime.OutOfResources:
@@ -127,9 +128,9 @@ def choose_tiles(
 ) -> Tiles:
     """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
 
-    Training does not use the tiles for few rows: the number of rows may change from step to step, and each tile size is
-    compiled. Larger tiles cost little: with 128 rows a byte of 16-bit weights takes 128 FLOPs, and an A100 needs less
-    time for them than to read the byte.
+    Training does not use the tiles for few rows: the number of rows may change from step to step, and a change of tiles
+    would compile another kernel. Larger tiles cost little: even with 128 rows an A100 needs less time for the products
+    of a 16-bit weight than to read the weight from memory.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

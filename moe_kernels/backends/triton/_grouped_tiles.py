@@ -1,7 +1,7 @@
 """Functions that kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
 The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. Every expert then has enough tiles for its
-rows; its last tile may have no rows. Unused rows count as rows of an expert E. A launch has R // BLOCK_M + E + 1 row
+rows, and at most one tile without rows. Unused rows count as rows of an expert E. A launch has R // BLOCK_M + E + 1 row
 tiles for any offsets, so the host need not wait for the offsets.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: a whole tile would spill registers
+SLICE = tl.constexpr(32)  # most columns that an epilogue computes at a time: with a whole tile registers would spill
 GROUP = tl.constexpr(8)  # row tiles that programs take before the next column tile, so that rows and weights stay in L2
 
 
@@ -55,7 +55,7 @@ def raster(column_tiles, programs, first):
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
     """(valid, token), (BLOCK_M) each: whether the expert has the row; the row of x to read (int64, -1 for none)."""
     row = tl.arange(0, BLOCK_M)
-    # Compares in 32 bits: with 64 the gated products of sm_80 would spill 8 bytes.
+    # This compares in 32 bits: with 64 the gated products of sm_80 would spill registers.
     valid = row < end - first
     if GATHER:
         token = tl.load(row_token_ptr + (first + row), mask=valid, other=-1).to(tl.int64)
@@ -79,8 +79,8 @@ def multiply_tile(
 ):  # fmt: skip
     """(total, linear): float32 tiles of x w_e at `column` and, if GATED, at linear_column; else `linear` is zeros.
 
-    Loads by pointers can become cp.async. A load by a descriptor (sm_90) becomes a bulk copy by one thread. A gathered
-    x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
+    w_e: the weight of the expert. Loads by pointers can become cp.async. A load by a descriptor (sm_90) becomes a bulk
+    copy by one thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
     """
     k = tl.arange(0, BLOCK_K)
     n = column + tl.arange(0, BLOCK_N)
@@ -121,7 +121,7 @@ def _weights(
     w, expert, start, column, k_inside, n_inside,
     TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_K, BLOCK_N) of an expert's weights."""
+    """A block (BLOCK_K, BLOCK_N) of an expert's weight."""
     if W_TMA and TRANSPOSED:
         b = w.load([expert, column, start]).reshape(BLOCK_N, BLOCK_K).T
     elif W_TMA:
@@ -203,7 +203,7 @@ def _normal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """The sigmoid of x and of -x, without cancellation. A silu takes 8 instructions on sm_80, 16 with tl.sigmoid."""
+    """The sigmoid of x and of -x, without cancellation. It takes fewer instructions than tl.sigmoid."""
     power = tl.exp2(-1.4426950408889634 * tl.abs(x))
     more = _reciprocal(1.0 + power)
     less = power * more
@@ -212,14 +212,14 @@ def _sigmoid(x):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for x >= 1, with a relative error of about 3e-7, in 2 instructions; a division takes 8."""
+    """1 / x for x >= 1, with a relative error of up to about 3e-7. A division takes more instructions."""
     root = tl.rsqrt(x)
     return root * root
 
 
 @triton.jit
 def _tanh(x):
-    """tanh by exp; for |x| < 1/4, where digits would cancel, by a series with a truncation error below 2.2e-9."""
+    """tanh by exp; for |x| < 1/4, where digits would cancel, by a series. Its truncation error is below 2.2e-9."""
     square = x * x
     series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
     series = tl.fma(tl.fma(series, square, 0.13333333333333333), square, -0.3333333333333333)

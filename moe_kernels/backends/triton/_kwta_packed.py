@@ -2,8 +2,9 @@
 
 Each round of the search counts the elements that reach a trial threshold. One instruction compares both halves of a
 word as float16. Bit patterns of bfloat16 compare correctly too up to magnitude 2^121; greater ones are NaN in float16.
-If the float16 sum of a row is NaN, the program's rows first become integers (_ordered), which take more instructions
-for each comparison. A lane holds up to 64 elements, so that few lanes pay the fixed cost of a round.
+If a row has such a pattern, a float16 sum of the row is NaN (_needs_order). The program's rows then become integers
+(_ordered), which take more instructions for each comparison. A lane holds up to 64 elements, so that few lanes pay the
+fixed cost of a round.
 
 The middle of a row consists of the 16-byte vectors (eight elements) that lie wholly in the row. A row that starts or
 ends inside a vector has edges too: up to seven elements before the middle (head) and after it (tail).
@@ -43,11 +44,10 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of `pairs` >= the same half of `least`, else 0. If ordered, both halves of `least` are one
-    number, not 0."""
+    """0xFFFF in each half of `pairs` >= the same half of `least`, else 0. If ordered, both halves of `least` must be
+    the same number, not 0."""
     if ordered:
         # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
-        # No term depends on `pairs` alone: the compiler would keep such a term in registers during the search.
         other = 0x10000 - least
         result = _fill_halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:
@@ -59,7 +59,8 @@ def _at_least(pairs, least, ordered):
 
 @triton.jit
 def _equal(pairs, tied, above, ordered):
-    """0xFFFF in each half of `pairs` equal to `tied`, else 0. above: the pattern after `tied`. Both are (1, R, 1)."""
+    """0xFFFF in each half of `pairs` equal to `tied`, else 0. tied, above: (1, R, 1), the patterns of a key and of
+    the next key."""
     if ordered:
         equal = _at_least(pairs, tied[:, :, :, None], True) & ~_at_least(pairs, above[:, :, :, None], True)
     else:
@@ -82,7 +83,7 @@ def _sums(x, edge):
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether the float16 sum of the low or of the high halves of a row is NaN."""
+    """Whether the float16 sum of the low or of the high halves of some row is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)
@@ -110,8 +111,8 @@ def _any(x):
 
 @triton.jit
 def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """(threshold, step), (R) each: the threshold of normal elements with the mean and deviation of `pairs`, a sample of
-    the row, and the increase of the threshold that makes one element fewer win."""
+    """(threshold, step), (R) each, for normal elements with the mean and deviation of `pairs`, a sample of the row: the
+    threshold that about K of N such elements exceed, and the increase of the threshold that makes one element fewer win."""
     if FORMAT == 1:
         low = (pairs << 16).to(tl.float32, bitcast=True)
         high = pairs.to(tl.float32, bitcast=True)  # the low half only changes the last digits
@@ -136,10 +137,11 @@ def _pattern(key, ordered):
 def _threshold(
     pairs, edge, guess, step, ordered, N, K, INF: tl.constexpr, FORMAT: tl.constexpr, TRIALS: tl.constexpr
 ):  # fmt: skip
-    """(least, ties, tied), (R) each. K elements win: those with key >= least and the first `ties` with key least - 1.
-    If ties > 0, `tied` is the number of elements with key least - 1."""
+    """(least, ties, tied), (R) each. Exactly K elements have key >= least or are among the first `ties` with key
+    least - 1. If ties > 0, `tied` is the number of elements with key least - 1."""
     R: tl.constexpr = pairs.shape[1]
-    # At least K keys are >= low, at most K are >= high. Patterns above 0x7C00, float16's infinity, compare as NaN.
+    # At least K keys are >= low, at most K are >= high. Unless `ordered`, all keys are from -0x7C00 to 0x7C00, the keys
+    # of float16's infinities, and no element reaches a greater trial, which is NaN as float16.
     lowest = -INF
     if not ordered:
         lowest = -0x7C00
@@ -216,8 +218,8 @@ def _settle_ties(pairs, least, ties, ordered):
     through_lane = tl.cumsum(of_lane, axis=1)
     lane_whole = through_lane <= left[:, None]
     lane_ties = left[:, None] - (through_lane - of_lane)
-    # The same for the eight elements of one lane: at most 7 are ties that win. Each element has four bits of a
-    # word, with 8 + lane_ties - (number of ties up to the element): bit 3 is set for the first lane_ties ties.
+    # The same for the eight elements of one lane: at most 7 are ties that win. Each element has four bits of a word,
+    # which hold 8 + lane_ties - (number of ties up to the element). Only the first lane_ties ties have bit 3 set.
     pair = tl.arange(0, 4)[None, None, :]
     equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
     flags = tl.sum(((equal & 0x1) | ((equal >> 12) & 0x10)) << (8 * pair), axis=2)
@@ -229,8 +231,11 @@ def _settle_ties(pairs, least, ties, ordered):
 
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
-    """Shifts the stored flags (1: wins) of a row's middle by `head` bits and adds edge_flags: the head's flags in bits
-    0 to 7, the tail's in bits 8 to 15. All (R): row, edge_flags, head, whole (bytes of the middle's flags)."""
+    """Shifts the stored flags (1: wins) of a row's middle by `head` bits, and inserts the flags of the edges.
+
+    row, edge_flags, head, whole: (R). edge_flags: the head's flags in bits 0 to 7, the tail's in bits 8 to 15. whole:
+    number of bytes of the middle's flags.
+    """
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
     tl.debug_barrier()  # lanes read flags that other lanes have stored
@@ -255,7 +260,7 @@ def kwta_fwd_packed(
     units_values_R,
     units,
     K,
-    quantile,  # threshold of a normal distribution, in deviations above the mean
+    quantile,  # the number that about K of N standard normal values exceed
     UNIT: tl.constexpr,  # 8, or 1 if rows may have edges
     TIES: tl.constexpr,  # which elements win if too many equal the k-th largest: 0 the first, 1 none, 2 all
     STORE_Y: tl.constexpr,
