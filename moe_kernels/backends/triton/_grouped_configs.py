@@ -32,8 +32,7 @@ MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 col
 
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once; with 131072 compilation takes 89 s
 
-# Milliseconds of tiles, timed if MOE_KERNELS_AUTOTUNE=1. Key: kernel, device, dtype, K, columns, experts, bit length of
-# num_rows.
+# Milliseconds of Tiles, by kernel, device, dtype, K, columns, experts and bit length of num_rows (run_with_tiles).
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 

@@ -111,8 +111,8 @@ def _any(x):
 
 @triton.jit
 def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """(threshold, step), (R) each, for normal elements with the mean and deviation of `pairs`, a sample of the row: the
-    threshold that about K of N such elements exceed, and the increase of the threshold that makes one element fewer win."""
+    """(threshold, step), (R) each, for N normal elements with the mean and deviation of `pairs`, a sample of the row:
+    the threshold that about K elements exceed, and the increase of the threshold that makes one element fewer win."""
     if FORMAT == 1:
         low = (pairs << 16).to(tl.float32, bitcast=True)
         high = pairs.to(tl.float32, bitcast=True)  # the low half only changes the last digits
