@@ -1,4 +1,4 @@
-"""Expert norms as one operator, and their gradients as another. Both compute a group of experts at a time."""
+"""Expert norms as one operator, and its gradients as another. Both compute a group of experts at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# On a GPU no tensor of a group of two or more experts has more elements than this (256 MiB in 16 bits).
+# On a GPU, in a group of two or more experts, tensors with a row for each token and expert have at most this many
+# elements (256 MiB in 16 bits).
 ELEMENTS = 2**27
 
 
 def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yields groups of experts that are computed together, as (experts, offsets, token).
 
-    A group's rows are all tokens for its first expert, then all tokens for its second expert, and so on. token: the
-    token of each row; None if row r is token r. On a CPU a group is one expert, so that its tensors are small.
+    A group's rows are all tokens for its first expert, then all tokens for its second expert, and so on. offsets: the
+    first row of each expert, then the number of rows. token: the token of each row; None if row r is token r. On a CPU
+    a group is one expert, so that its tensors are small.
     """
     num_tokens, num_experts = x.shape[0], w_in.shape[0]
     widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
@@ -63,7 +65,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) -> tuple[Tensor, ...]:
     given = w_in, w_out, b_in, b_out
-    found: list[Tensor | None] = [None] * len(wanted)  # of x and of `given`
+    found: list[Tensor | None] = [None] * len(wanted)  # the gradients to x and to the tensors of `given`
     if w_in.shape[0] == 0:
         every = zip((x, *given), wanted, strict=True)
         found = [each.new_zeros(each.shape) if needed else None for each, needed in every]
@@ -93,7 +95,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
     y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
-    if x.dtype == torch.float16:  # hidden * share, which kernels store, might overflow: share is grad / norm
+    if x.dtype == torch.float16:  # kernels store hidden * share, which overflows if a norm is small; y * share does not
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
@@ -108,7 +110,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
 
 
 def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
-    """(T, D): the sum of rows t, T + t, 2 T + t, ..."""
+    """(T, D): row t is the sum of rows t, T + t, 2 T + t, ... of `rows`."""
     if rows.shape[0] == num_tokens:
         return rows
     row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)

@@ -23,7 +23,10 @@ from moe_kernels.library._define import (
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """Implements refuse_bad_groups: offsets must rise from 0 to at most R, and tokens must be in [-1, T)."""
+    """Raises ValueError unless offsets start at 0, never fall and end at R or below, and tokens are in [-1, T).
+
+    Implements the operator refuse_bad_groups. Does nothing unless is_checked.
+    """
     if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
@@ -46,8 +49,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements grouped_gemm_fwd: the result, (R, Dout) or (R, Dout / 2) if gated, and pre-activations (R, Dout).
 
-    Without keep_pre the second tensor has no elements. training: the call is part of a training step, as any call with
-    keep_pre is; only Triton's choice of tiles depends on `training`.
+    Without keep_pre the second tensor has no elements. training: whether the call is part of a training step, as any
+    call with keep_pre is. Triton chooses tiles by it; other backends ignore it.
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
@@ -57,7 +60,7 @@ def forward(
 
 
 def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
-    """The gradient (R, Din) for grad (R, Dout), by the forward kernel on the transposed weight."""
+    """grad_r W_e^T (R, Din), with e the expert of row r and grad (R, Dout), by the forward kernel."""
     given = contiguous_rows(grad), contiguous_matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
 
@@ -76,8 +79,8 @@ def weight_gradient(
     given = contiguous_rows(x), contiguous_rows(grad), expert_offsets, x_token, grad_token
     if weight is None or not is_transposed(weight):
         return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias, row_weight)
-    # dweight = (grad^T x)^T, by the same kernel with its operands exchanged. With exchanged operands the kernel cannot
-    # sum grad, so a second call, without columns of x, computes dbias.
+    # dweight = (grad^T x)^T: the kernel gets grad as x and x as grad. It would then sum x instead of grad, so a second
+    # call, without columns of x, computes dbias.
     dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
     if with_bias:
         given = contiguous_rows(x)[:, :0], *given[1:]
@@ -90,7 +93,7 @@ def is_transposed(weight: Tensor) -> bool:
 
 
 def weight_like(weight: Tensor, wanted: bool) -> Tensor:
-    """An uninitialised tensor for the gradient to a weight: empty if not wanted, transposed if the weight is."""
+    """An uninitialised tensor for the gradient to a weight, transposed if the weight is; no elements if not wanted."""
     if not (wanted and is_transposed(weight)):
         return gradient_like(weight, wanted)
     num_experts, din, dout = weight.shape
@@ -118,7 +121,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> tuple[Tensor, ...]:
-    """Implements grouped_gemm_bwd: the gradients to x, weight and bias, empty if not wanted. pre: None if not saved."""
+    """The gradients to x, weight and bias, without elements where not wanted. pre: None if it was not saved."""
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
     dx = dweight = dbias = None

@@ -1,4 +1,4 @@
-"""k-winner-take-all as three operators: masked values and packed mask, their gradient, and the mask alone."""
+"""k-winner-take-all as three operators: masked values and packed mask, the gradient to values, and the mask alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """kwta_bwd is linear in grad, and therefore its own derivative."""
+    """kwta_bwd multiplies grad by the mask, and so does its gradient."""
     (bits,) = ctx.saved_tensors
     return ops.kwta_bwd(grad, bits, ctx.backend), None, None
 

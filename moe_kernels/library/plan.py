@@ -10,7 +10,8 @@ from moe_kernels.library._define import define, define_check, no_flops, refuse_o
 
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU kernels treat them as -1: a check would wait."""
+    """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU, where a check would wait for the device, does
+    nothing: there ids outside [0, E) are no choice."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 
@@ -19,7 +20,7 @@ define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refus
 
 
 def smaller(a: int, b: int) -> int:
-    """min(a, b); for symbolic sizes without a guard of torch.compile on the comparison."""
+    """min(a, b). For symbolic sizes torch.compile adds no guard on which of them is smaller."""
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return torch.sym_min(a, b)
     return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants

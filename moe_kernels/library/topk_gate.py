@@ -22,7 +22,7 @@ def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor,
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.order, ctx.backend = inputs
-    # For "softmax_topk" backward computes all probabilities from weights[:, 0], the largest one, and the logits.
+    # For "softmax_topk" backward computes all probabilities from the logits and weights[:, 0], the largest weights.
     ctx.save_for_backward(*output, logits if ctx.order == "softmax_topk" else None)
     ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
 

@@ -21,7 +21,7 @@ from moe_kernels.library._define import (
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N), by torch"""
+    """<weight_kn, x_t> + bias_kn by torch: x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)."""
     factors, flat = (x, weight.flatten(0, 1).t()), None if out is None else out.flatten(1)
     flat = torch.mm(*factors, out=flat) if bias is None else torch.addmm(bias.flatten(), *factors, out=flat)
     return flat.view(x.shape[0], weight.shape[0], weight.shape[1])
@@ -40,7 +40,7 @@ def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> 
 
 
 def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
-    """Dtype of gates and leaf probabilities: that of x if the backend's kernels round to it, else the compute dtype."""
+    """Dtype of gates and leaf probabilities: `dtype`, that of x, if kernels round to it, else the compute dtype."""
     return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
 
 
