@@ -95,7 +95,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
     y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
-    if x.dtype == torch.float16:  # kernels store hidden * share, which overflows if a norm is small; y * share does not
+    if x.dtype == torch.float16:  # kernels store hidden * share, which may overflow if a norm is small
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)

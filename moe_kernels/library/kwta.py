@@ -1,4 +1,4 @@
-"""k-winner-take-all as three operators: masked values and packed mask, the gradient to values, and the mask alone."""
+"""k-winner-take-all as three operators: masked values and packed mask, the gradient, and the mask alone."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ INDEX = (torch.int32, torch.int64)
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
-    """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`. Outside torch.compile it also refuses
-    forward-mode AD and torch.func transforms (with `batched`, those other than vmap)."""
+    """Raises TypeError unless `tensor` is a strided Tensor of one of `dtypes`; outside torch.compile also if it has a
+    forward-mode tangent or is inside a torch.func transform. With `batched` vmap is allowed."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -87,7 +87,7 @@ def check_square(op: str, name: str, tensor: Tensor) -> None:
 
 
 def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` has that first dimension (`meaning` explains it) and device."""
+    """Raises ValueError unless tensor.shape[0] is `size`, explained by `meaning`, and tensor.device is `device`."""
     if tensor.shape[0] != size:
         raise ValueError(f"{op}: {name} must have {size} rows, the {meaning}; got shape {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -178,7 +178,7 @@ def check_module(op: str, name: str, value: object, kind: type) -> None:
 
 
 def check_decimal(op: str, name: str, value: object) -> Fraction:
-    """`value` (a number or string) as the exact value of its decimal text: the float 0.29 becomes 29 / 100."""
+    """`value` (a number or string) as the exact value of its text str(value): the float 0.29 becomes 29 / 100."""
     if not isinstance(value, Real | Decimal | str) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number or a string that holds one, got {type(value).__name__}")
     try:

@@ -4,7 +4,8 @@
     drows_r = w_tk dy_t             0 for a row that is not in use
     dw_tk   = <rows_r, dy_t>        0 for a dropped choice
 
-Saved for backward: rows, w and arrays of the plan; without weights only the arrays. One kernel computes both gradients.
+Saved for backward: rows, w and arrays of the plan; without weights only the arrays. With weights one kernel computes
+both gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     Args:
         rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; a
             tensor whose last dimension is not contiguous is copied.
-        plan: the plan by which the rows were dispatched, on their device. Its values are checked on the CPU; on a GPU
-            only with MOE_KERNELS_CHECK=1, since a check waits for the device.
-        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with float64 rows). None: all 1.
+        plan: the plan by which the rows were dispatched, on their device. Values that combine reads are checked on the
+            CPU; on a GPU only with MOE_KERNELS_CHECK=1, since a check waits for the device.
+        weights: (T, K) gate weights, float32, bfloat16, float16 or float64, read as float32 (as float64 with float64
+            rows). None: all 1.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:

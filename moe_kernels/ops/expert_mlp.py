@@ -6,10 +6,11 @@
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Row r is choice k of token t, at expert e. Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or
-2 H) and the parameters. dw is computed from h and a, so the output of the second product is not saved. Backward
-computes h again from pre. Gathered rows of x and of dy are stored only where torch multiplies them (large experts on a
-CPU). "swiglu_clamped" is composed of separate operations instead.
+Row r is choice k of token t, at expert e. dx_t is a sum over the rows of t, gradients of parameters over those of e.
+Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or 2 H) and the parameters. dw is computed from
+h and a, so the output of the second product is not saved. Backward computes h again from pre. Gathered rows of x and of
+dy are stored only where torch multiplies them (large experts on a CPU). "swiglu_clamped" is composed of separate
+operations instead.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def expert_mlp(
         plan: a plan of T tokens and E experts, on the device of x.
         w_in: (E, D, H), or (E, D, 2 H) for an activation that halves the columns, in the dtype of x; any strides.
         w_out: (E, H, Dout) in the dtype of x.
-        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x). None: all 1.
+        weights: (T, K) gate weights, float32, bfloat16, float16 or float64, read as float32 (as float64 with a float64
+            x). None: all 1.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
-        activation, alpha, limit: as in grouped_gemm. For "swiglu_clamped" the hidden layer and, with weights, the
-            output of the second product are saved for backward as well.
+        activation, alpha, limit: as in grouped_gemm. "swiglu_clamped" takes more memory: the hidden layer and, with
+            weights, the output of the second product are saved for backward too.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
@@ -67,8 +69,8 @@ def expert_mlp(
     Cost of kernels with W = H or 2 H columns of w_in, except for "swiglu_clamped". FLOPs (torch's counter) forward:
     2 R (D W + H Dout) for the products, and 2 R Dout (without weights R Dout) for combine. FLOPs backward, if all
     gradients are needed: twice those of the products, R D for dx, and with b_out 2 R Dout each for db_out and dw. On a
-    GPU forward launches 3 kernels of this package. Backward launches 5, and one more for each transposed weight whose
-    bias needs a gradient.
+    GPU forward launches 3 kernels of this package. Backward launches 5 for all gradients, and one more for each
+    transposed weight whose bias needs a gradient.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
@@ -129,8 +131,8 @@ def expert_mlp_of_choices(
 ) -> Tensor:
     """expert_mlp with the plan of `experts` (T, K), in which an id of num_experts or more is no choice.
 
-    If no gradient is needed and no graph is recorded, backend "cpu" runs one operator, except for "swiglu_clamped".
-    Calls of separate operators took half of the time of decoding one token.
+    If no gradient is needed and no graph is recorded, backend "cpu" runs one operator, except for "swiglu_clamped":
+    for a single token, separate operators spent half of the time on calls.
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)

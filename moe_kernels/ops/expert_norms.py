@@ -45,17 +45,18 @@ def expert_norms(
         float32 (float64 stays), but a CPU with AMX rounds outputs of large bfloat16 experts to bfloat16.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero, or is computed as zero because its squares
-    underflow (outputs below about 1e-23 in float32). Kernels are once differentiable.
+    underflow (outputs below about 3e-23 in float32). Kernels are once differentiable.
 
-    Cost of kernels with W = H or 2 H columns of w_in. G experts are computed at a time; their tensors have T G H
-    elements forward and T G (D + 2 W + 2 H + Dout) backward. G is 1 on a CPU. On a GPU G is the largest number up to E
-    with T G max(D, W, Dout) up to 2^27, but at least 1. On a GPU with G = E, forward launches 2 kernels of this package
-    and backward at most 7. FLOPs (torch's counter): 2 T E (D W + H Dout) forward, and three times as many backward if
-    all gradients are needed, a third of them for recomputation.
+    Cost of kernels with W = H or 2 H columns of w_in. G experts are computed at a time, 1 on a CPU. On a GPU G is the
+    largest number up to E with T G max(D, W, Dout) up to 2^27, but at least 1; tensors with a row for each token and
+    expert have up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward, all together. On a GPU with G = E,
+    forward launches 2 kernels of this package and backward at most 7. FLOPs (torch's counter): 2 T E (D W + H Dout)
+    forward, and three times as many backward if all gradients are needed, a third of them for recomputation.
 
     Raises:
         TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
-        ValueError: shapes or devices that do not fit, an unknown or clamped activation, or an odd W with a gated one.
+        ValueError: shapes or devices that do not fit, an unknown activation, "swiglu_clamped", or an odd W with a
+            gated activation.
         BackendError: the named backend cannot run this.
 
     Source: paper 004 (CompeteSMoE), the competition mechanism.

@@ -5,8 +5,8 @@
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
 x is (R, Din), or (T, Din) gathered through row_token. Gathered rows are stored only where torch multiplies them (large
-experts on a CPU). dx is the forward kernel on the transposed weight. Saved for backward: the arguments and, with an
-activation, pre. The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not 1.
+experts on a CPU). The forward kernel on the transposed weight computes dx. Saved for backward: the arguments and, with
+an activation, pre. The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not 1.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def grouped_gemm(
         below). On a GPU float32 products are IEEE, or TF32 if torch.backends.cuda.matmul.allow_tf32 is set. Rows from
         expert_offsets[E] on are zero. The same input gives the same bits, on a CPU with the same number of threads.
 
-    bfloat16 on a CPU: the bfloat16 instructions of AVX-512 and AMX treat numbers below 1.2e-38 as zero. With AMX,
-    torch.mm multiplies large experts. It rounds to bfloat16 before the activation, and it may read memory beside a
-    view, so that a NaN there reaches the result; rows.contiguous() avoids that.
+    bfloat16 on a CPU: the bfloat16 instructions of AVX-512 and AMX treat subnormal numbers as zero. With AMX, torch.mm
+    multiplies large experts. It rounds to bfloat16 before the activation, and it may read memory beside a view, so that
+    a NaN there reaches the result; rows.contiguous() avoids that.
 
-    Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
-    rows are summed in float32 (float64 stays), in their order, without atomics. Kernels are once differentiable. The
-    inputs are not cast for autocast. FLOPs of kernels (torch's counter): 2 R Din Dout forward, twice that backward if
-    the gradients to rows and weight are needed.
+    Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token the
+    gradient to a token is a sum over its rows, in float32 (float64 stays), in their order, without atomics. Kernels are
+    once differentiable. The inputs are not cast for autocast. FLOPs of kernels (torch's counter): 2 R Din Dout forward,
+    twice that backward if the gradients to rows and weight are needed.
 
     Values of expert_offsets and row_token are checked on the CPU; on a GPU only with MOE_KERNELS_CHECK=1, since a check
     waits for the device.

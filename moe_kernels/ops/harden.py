@@ -1,4 +1,4 @@
-"""The permutation nearest to a soft one, computed exactly on the host by scipy."""
+"""The permutation nearest to a soft one: linear assignment, computed on the host by scipy."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@
     y   = m * values   (or m * x)                                        (paper 000, eqs. 6 and 8)
 
 x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m. Saved
-for backward: m, packed to one bit an element. A kernel finds the threshold by counting the elements at or above trial
-values. Meanwhile a row of up to 16384 elements stays in the cache (CPU), or one of up to 32768 in registers (GPU; 16384
-in CUDA for float32 rows that are no whole 16-byte vectors).
+for backward: m, packed to one bit an element. A kernel does not sort: it finds the threshold by counting the elements
+at or above trial values.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
             elements are >= x_i), so that a constant row keeps nothing if k < N. "all": all of them.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
-    Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is
-    copied bit for bit; every other element of y is +0. All backends select the same elements.
+    Order of values: -0.0 equals 0.0, subnormal numbers do not, NaN ranks above +inf and equals every NaN. A kept value
+    is copied bit for bit; every other element of y is +0. All backends select the same elements.
 
     Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Differentiable any number
     of times. Autocast: runs in the dtype of its inputs. torch.vmap is supported. FLOPs of kernels (torch's counter):
@@ -62,7 +61,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         >>> mk.kwta(x, 2)
         tensor([[3., 0., 2., 0.],
                 [0., 5., 4., 0.]])
-        >>> mk.kwta(x, 2, ties="strict")[0]  # the two 2.0 are tied across the boundary: both drop
+        >>> mk.kwta(x, 2, ties="strict")[0]  # two elements 2.0, room for one: neither wins
         tensor([3., 0., 0., 0.])
     """
     k = _check("kwta", x, k, ties)
@@ -167,7 +166,7 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
     p is read as the decimal that it prints as: in binary floats 0.29 * 100 is 28.999..., whose floor is 28, not 29.
 
     Raises:
-        ValueError: p outside (0, 1], or n < 1.
+        ValueError: p outside (0, 1], a string that holds no number, or n < 1.
         TypeError: n is not an int, or p is not a number or a string.
 
     Example:

@@ -4,8 +4,8 @@
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
 A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
-requests, scan over these counts, and compute each request's row in a second pass. They sort T priorities, if given, but
-not the requests, and build no (T, E) one-hot matrix. On a GPU the host does not wait.
+choices, scan over these counts, and compute each request's row in a second pass. They sort T priorities, if given, but
+not the requests, build no (T, E) one-hot matrix, and do not make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def make_plan(
         capacity: largest number of rows of an expert (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), float32, bfloat16, float16 or float64, for Batch Prioritized Routing: tokens are visited in
             descending priority instead of by position, tokens of equal priority by position. -0.0 equals 0.0, NaN is
-            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum. A constant to
-            autograd.
+            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum. No
+            gradient reaches the priority.
         order: "choice" visits the first choices of all tokens, then all second choices, and so on (GShard, V-MoE);
             "token" visits every choice of a token before the next token (MegaBlocks).
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
@@ -108,7 +108,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         weights_te = scores_te if expert e takes token t, else 0
 
     Args:
-        scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), in the papers the softmax over
+        scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), usually a softmax over
             experts. Of equal scores the lower token index is taken first; -0.0 equals 0.0, NaN ranks highest.
         capacity: largest number of tokens that an expert takes, from 0.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
@@ -156,7 +156,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     Args:
         scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), such as the softmax over
             experts. -0.0 equals 0.0, NaN ranks highest.
-        capacity: largest number of tokens of an expert, from 0. With ceil(T / E) every token gets an expert.
+        capacity: largest number of tokens of an expert, from 0. With ceil(T / E) or more every token gets an expert.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
     Returns:

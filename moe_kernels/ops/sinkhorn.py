@@ -12,13 +12,13 @@ of ones, w' is w transposed). Then for t from last to first
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
     A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
 
-and at the end dS /= tau. Dividing only at the end lets terms w and -w cancel exactly where P is 1; of w / tau and
--w / tau one may be rounded, while the other, in a fused multiply-add, is not. Saved for backward: the scores, or P if
-the gradient is implicit. Kernels compute the potentials again and store O(n) numbers for each iteration in backward.
+and at the end dS /= tau. Dividing only at the end lets terms w and -w cancel exactly where P is 1. Saved for backward:
+the scores, or P if the gradient is implicit. In backward kernels compute the potentials again and store O(n) numbers
+for each matrix and iteration.
 
-Kernels can scale exp((S - row maximum) / tau) by vectors if the range of S / tau in each row is small. Otherwise, and
-always with prescribed sums, a tolerance or a falling temperature, they keep potentials in float64, since near
-S / tau = 1e7 float32 numbers are 1 apart.
+If the range of S / tau in each row is small, kernels may scale exp((S - row maximum) / tau) by vectors, but not with
+prescribed sums, a tolerance or a falling temperature. Otherwise they keep f and g in float64, since near S / tau = 1e7
+float32 numbers are 1 apart.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def sinkhorn(
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
 
     Columns are normalised last, so they sum to one. Rows sum to one only after convergence, which is slow at small tau:
-    for normal scores, tau = 1e-7 and n = 8, row sums of up to 4 remain after 150 iterations (see anneal_from).
+    for standard normal scores, n = 8 and tau = 1e-7, rows with sums of 2 to 4 are left after 150 iterations (see
+    anneal_from).
 
     Args:
         scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
@@ -74,11 +75,12 @@ def sinkhorn(
             cost that does not depend on `iterations`; every row sum must be within 1e-5 of 1 (or of `rows`). On a GPU
             this check waits for the device.
         anneal_from: a temperature of at least tau. The temperature falls geometrically from anneal_from in the first
-            iteration to tau in the last; potentials, in units of scores, are kept. For normal scores and n = 8, 60
-            iterations from 1 to 1e-7 mostly reach a permutation; 150 iterations at a fixed 1e-7 mostly do not.
+            iteration to tau in the last. When it changes, f and g in P = exp((scores - f - g) / tau) are kept. For
+            standard normal scores and n = 8, 60 iterations from 1 to 1e-7 mostly reach a permutation, 150 iterations at
+            a fixed 1e-7 mostly do not.
         rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
             and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise gradients may
-            be NaN, and sums of rows others than prescribed.
+            be NaN, and rows may have other sums than prescribed.
         noise: like scores, added to them; Gumbel noise gives Gumbel-Sinkhorn.
         tolerance: a matrix takes no further iteration once each of its row and column sums is within `tolerance` of 1
             (or of rows and columns), those of -inf alone left out. It cannot be combined with anneal_from.
@@ -88,7 +90,7 @@ def sinkhorn(
     Returns:
         (..., n, n) in the dtype of scores.
 
-    Gradient: to scores and noise, with the factor 1 / tau; unrolled, also to rows and columns. Kernels are once
+    Gradient: to scores and noise, with the factor 1 / tau; if unrolled, also to rows and columns. Kernels are once
     differentiable. torch.vmap is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's
     counter) a matrix: 4 n^2 an iteration forward, 12 n^2 backward; implicit backward 2 n^3 without the linear solve.
 

@@ -1,20 +1,21 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
     h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u), u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
-    s_kq = <split_weight_kq, x> + split_bias_kq        for node q = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
+    s_kn = <split_weight_kn, x> + split_bias_kn        for node n = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
     p_ke = product of h(s) or h(-s) over the nodes above leaf e, h(s) where the path goes left:     p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                       a (T, K, E)
     q_ke = p_ke exp(a_ke) / (sum over all trees and leaves of p exp(a))                             q (T, K, E)
     gates_e = sum over k of q_ke                                                     (paper 001, eq. 3) gates (T, E)
 
-Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the left and the right child of node q:
+Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the left and the right child of node n:
 
-    da_ke = q_ke (dgates_e - <gates, dgates>),   ds_kq = L h'(s) / h(s) - R h'(s) / h(-s)
+    da_ke = q_ke (dgates_e - <gates, dgates>),   ds_kn = L h'(s) / h(s) - R h'(s) / h(-s)
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels take no logarithm and compute h'/h as
 6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. Without
 `parity`, a leaf is in the softmax if p is at least the smallest normal number. With it, p + epsilon replaces p in the
-softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip unreachable nodes and leaves.
+softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s and a of unreachable nodes and
+leaves.
 """
 
 from __future__ import annotations
@@ -145,9 +146,9 @@ def tree_route(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
     """One expert per tree, for inference: the likeliest leaf, of equally likely ones the left-most.
 
-    Kernels search for this leaf from the root and do not compute all nodes. weights = softmax of the logits of the K
-    leaves. If every node on the K paths is saturated, the result equals the gates of `tree_gate`; otherwise it is an
-    approximation.
+    Kernels search for this leaf from the root and need not compute all nodes. weights = softmax of the logits of the K
+    leaves. If every node on the K paths is saturated, they are the gates of `tree_gate`, up to rounding; otherwise they
+    approximate them.
 
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.
