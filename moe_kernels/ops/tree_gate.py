@@ -87,15 +87,16 @@ def tree_gate(
             places E-1 .. 2E-2 of the heap. If E is not a power of two, the deeper leaves, last in the heap, come first.
         gamma: width of the smooth step, as for smooth_step: from 1.2e-38 to 8.5e37 unless x is float64.
         split_bias, leaf_bias: (K, E-1) and (K, E) in the dtype of x, or None.
-        parity: the leaf probability in the softmax. None: p, as in eq. 3. As in the authors' code, "tf": p + 1e-8, or 0
-            where p = 0; "bert": p + 1e-6, or 0 where p < 1e-5.
+        parity: the factor of exp(logit) in the softmax, from the leaf's probability p. None: p, as in eq. 3. As in the
+            authors' code, "tf": p + 1e-8, or 0 where p = 0; "bert": p + 1e-6, or 0 where p < 1e-5. A leaf with factor 0
+            is not in the softmax.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
         gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which sum to one over the leaves of a
         tree. A leaf that a token cannot reach, because a node above it is saturated (h is 0 or 1), has probability 0.
         Both are in the dtype of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN
-        among a token's split pre-activations, or among the logits of reachable leaves, makes its gates NaN.
+        among a token's split pre-activations, or among the logits of leaves in its softmax, makes its gates NaN.
 
     Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
     Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
