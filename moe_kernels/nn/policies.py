@@ -26,15 +26,15 @@ class TokenChoice:
     """Tokens choose their experts; an expert keeps the first `capacity` requests.
 
     Args:
-        factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
-        factor_eval: the factor in evaluation, None if nothing is dropped; "as trained" is `factor`.
+        factor: in training capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
+        factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
             summed gate weight: Batch Prioritized Routing (V-MoE, paper 003; V-MoE's public code has only "max").
         order: as in make_plan; None is "choice" with a capacity, else "token". Without a capacity the order only
-            decides the order of an expert's rows; "token" gives the same order in one process and in n (nn.parallel).
+            decides the order of an expert's rows.
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
-        group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. The capacity
-            is computed with T = group, also for a smaller last group. None: all tokens compete.
+        group: number of consecutive tokens that compete for capacity; in V-MoE the tokens of 8 images. The capacity is
+            computed with T = group, also for a smaller last group. None: all tokens compete.
 
     Example:
         >>> gate = TopKGate(16, 4, 1)(torch.randn(8, 16))
@@ -74,7 +74,7 @@ class TokenChoice:
             weights = gate.weights.detach()
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
         groups, experts = 1, gate.experts
-        if self.group is not None:  # expert e of group g gets number e * groups + g, so each group has its own capacity
+        if self.group is not None:  # for tokens of group g, expert e is e * groups + g: each group has its own capacity
             groups = -(-max(num_tokens, 1) // group)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
@@ -104,7 +104,7 @@ class NonzeroWeights:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Expert e takes the tokens t with its highest scores gates_te, the gate's weights (T, E).
+    """Expert e takes the tokens t with the highest gates_te. gates (T, E) are the gate's weights.
 
     Args:
         factor: an expert takes round(n factor / E) of the n tokens of a group (half to even), at most n.
@@ -136,7 +136,8 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace: T is a tensor
+        # In torch.jit.trace T is a tensor, which check_int refuses: the trace would hold the capacity as a constant.
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
@@ -164,13 +165,13 @@ class ExpertChoice:
 
 @dataclass(frozen=True)
 class PriorityRouting:
-    """plan_priority of the gate's weights: assigns pairs of token and expert in descending weight while there is room.
+    """Visits (token, expert) pairs in descending gate weight; assigns one if the token is free and the expert has room.
 
-    A token gets at most one expert. Source: paper 002 (sparse ViT), section 4.
+    See plan_priority. Source: paper 002 (sparse ViT), section 4.
 
     Args:
         factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. If factor >= 1, no token is dropped; if
-            factor = 1 and E divides T, all loads are equal.
+            factor = 1 and E divides T, every expert gets T / E tokens.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
@@ -195,7 +196,7 @@ def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPl
     first = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
     def merge(counts: Tensor) -> Tensor:
-        # Differences of a cumsum, since a sum over a dimension `groups` would make torch.export guard on T.
+        # Differences of a cumsum, since a sum over a dimension of size `groups` would make torch.export guard on T.
         return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[first].diff()
 
     return replace(

@@ -62,7 +62,7 @@ def inverse_root(steps: int) -> LearningRate:
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
     """lowest + round((highest - lowest) step / steps), half to even, clamped to [lowest, highest].
 
-    SMoE-Dropout (Chen et al. 2023) has this `k` in a frozen TopKGate.
+    SMoE-Dropout (Chen et al. 2023) has a frozen TopKGate, whose `k` grows in this way.
 
     Example:
         >>> [schedules.growing_k(step, 100) for step in (0, 50, 100)]
@@ -92,9 +92,9 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all parameters except those of gates; of a StagedGate only the second trains. Returns those that train.
+    """Freezes all parameters except those of gates; of a StagedGate only the second trains. Returns the trained ones.
 
-    Phase two of the sparse ViT (paper 002) trains only the sparse gates; the dense gates before them are frozen.
+    In stage two of the sparse ViT (paper 002) only the second gates, which are sparse, train.
 
     Example:
         >>> layer = MoE(SoftmaxGate(16, 4), ExpertMLP(4, 16, 32))

@@ -3,8 +3,10 @@
     I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
     expert e = the `share` most important neurons, then every E-th of the others from the e-th on, at most `hidden`
 
-W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two nn.Linear, L_s is the loss of sample s, and
-e counts from 0. Paper 001 (tree COMET) trains its gate on MoEBERT's experts.
+I_j is the importance of hidden neuron j, W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two
+nn.Linear, and L_s is the loss of sample s. e counts from 0.
+
+Paper 001 (tree COMET) trains its gate on MoEBERT's experts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.ops._checks import check_int
 
-SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so padding neurons (zero weights) get no gradient
+SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so zero weights of padding neurons stay zero
 
 
 class NeuronImportance:
@@ -61,7 +63,7 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Lets the backward pass compute one of the two terms of I, and update `value` once it has both."""
+        """Hooks onto x, for its gradient gives one of the two terms of I; the later of the two adds both to `value`."""
         if not x.requires_grad:
             return
 
@@ -77,10 +79,10 @@ class NeuronImportance:
 
 
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
-    """The neurons of every expert, int64: the `share` most important ones, common to all, then the expert's own.
+    """An int64 tensor for each expert, its neurons: the `share` most important ones, common to all, then its own.
 
     Both parts are in descending importance. An expert gets at most `hidden` neurons. If num_experts does not divide the
-    number of the other neurons, the last experts may get one neuron less.
+    number of neurons that are not common, the last experts may get one neuron less.
 
     Example:
         >>> split_neurons(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), num_experts=2, hidden=3, share=1)
@@ -100,11 +102,12 @@ def split_ffn(
 
     Args:
         importance: (neurons).
-        num_experts, hidden, share: as in `split_neurons`; MoEBERT splits 3072 neurons with 4, 768 and 512.
+        num_experts, hidden, share: as in `split_neurons`; MoEBERT splits 3072 neurons with 4, 768 and 512. An expert
+            that gets fewer than `hidden` neurons is padded with zero weights.
         activation: "relu", "gelu", "silu" or "tanh".
 
     MoEBERT's experts contain a LayerNorm and the residual; here both are outside. For a token with one expert of weight
-    1 the results are equal as long as all LayerNorms of MoEBERT's experts have equal parameters, as at the start.
+    1 the results are equal as long as all LayerNorms of MoEBERT's experts have equal parameters, as before training.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

@@ -1,4 +1,4 @@
-"""How often every neuron of a masked network is active (paper 000, kWTA COMET, section 4.1.2)."""
+"""How often every neuron of a masked network is active (paper 000, COMET, section 4.1.2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Utilisation:
 
         u_l[i] = number of samples b with m_l[b, i], over the number of samples
 
-    Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks. If it is a
-    GPU, `dead` and `summary` wait for it; `update` and `share` do not.
+    Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks. On a GPU
+    `dead` and `summary` wait for the device; `update` and `share` do not.
 
     Example:
         >>> seen = Utilisation().update([torch.tensor([[True, False], [True, True]])])
@@ -31,7 +31,7 @@ class Utilisation:
         self.counts = []
 
     def update(self, masks: Sequence[Tensor]) -> Utilisation:
-        """Counts one batch: masks[l] is bool (..., N_l), with the same leading dimensions in every layer.
+        """Counts one batch: masks[l] is bool (..., N_l). The leading dimensions, equal in all layers, are samples.
 
         Raises:
             TypeError: a mask is not bool.
