@@ -1,7 +1,7 @@
 """The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them.
 
-A public fork of the paper's code differs: its "topk" masks by the values after the activation, its Bernoulli masks
-have probability 0.5 for every p, and its MoE does not multiply an expert's output by the gate.
+A public fork of the paper's code differs: its "topk" keeps the largest values after the activation, its Bernoulli masks
+have probability 0.5 for every p, and its MoE does not multiply an expert's output by the router's probability.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LayerwiseMLP(ScoredMLP):
 
 
 class DropoutMLP(CometMLP):
-    """The dense MLP with dropout after every hidden layer; `comparison_mlp` sets `rate` to 1 - p."""
+    """The dense MLP with dropout after every hidden layer; `comparison_mlp` sets the dropout rate to 1 - p."""
 
     rate = 0.5
 
@@ -117,7 +117,7 @@ class MoEMLP(nn.Module):
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x (T, N_0) -> (T, N_L). logits: those of the router, if they are already known."""
+        """x (T, N_0) -> (T, N_L). logits: the router's logits for x, if they are already known."""
         scores = self.logits(x) if logits is None else logits
         weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)
@@ -150,10 +150,12 @@ def comparison_mlp(
 ) -> CometMLP | MoEMLP:
     """The model `name`, one of MODELS, with keep fraction p and `layers` linear layers, hidden ones of `width` neurons.
 
-    "smaller" has max(1, floor(p * width)) neurons in a hidden layer. "bernoulli" and "tied" are dense models;
-    recipes/comet.py passes them masks of `tied_masks` as bits. "l1" is the standard model; recipes/comet.py adds the L1
-    term to its loss. "moe" and "moe-fixed" are drawn by torch's own generator. All models but these two and "smaller"
-    have the same initial weights for the same seed.
+    "smaller" and the experts of "moe" and "moe-fixed" have k_from_fraction(p, width) neurons in a hidden layer instead.
+    "bernoulli" and "tied" are dense models; recipes/comet.py passes them masks of `tied_masks` as bits. "l1" is the
+    standard model; recipes/comet.py adds the L1 term to its loss.
+
+    "moe" and "moe-fixed" are drawn by torch's own generator, not from `seed`. The models other than "moe", "moe-fixed"
+    and "smaller" have the same initial weights for the same seed.
     """
     check_choice("comparison_mlp", "name", name, MODELS)
     check_int("comparison_mlp", "layers", layers, 2, 2**31 - 1, "linear layers")
@@ -174,7 +176,7 @@ def tied_masks(samples: int, width: int, p: float, always: int, device: torch.de
     """One layer's random masks as bits: int32 (samples, ceil(width / 32)).
 
     The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0
-    gives Bernoulli masking, always > 0 example-tied dropout (Maini et al. 2023). torch's own CPU generator draws them.
+    gives Bernoulli masking, always > 0 example-tied dropout (Maini et al. 2023). Drawn by torch's own CPU generator.
     """
     shared = torch.arange(width, device="cpu") < always
     packed = [

@@ -12,14 +12,15 @@ from moe_kernels.models.transformer import Blocks
 
 
 class GPT(nn.Module):
-    """A decoder like GPT-2: learned embeddings of tokens and positions, causal blocks, logits by the token embedding.
+    """A decoder like GPT-2: learned embeddings of tokens and positions, causal blocks, the token embedding as head.
 
     Input: tokens (B, S), S at most `length`; output: logits (B, S, vocabulary). hidden: None is 4 dim, as in GPT-2.
-    router_input: see Blocks. p = 1 is the dense model. The paper trains GPT-2's sizes (12, 24 and 36 layers of dim 768,
-    1024 and 1280) with p = 0.5 and tanh.
+    router_input: see Blocks. p = 1 is the dense model. The paper trains three sizes of GPT-2 (12, 24 and 36 layers of
+    dim 768, 1024 and 1280) with p = 0.5 and tanh.
 
-    Embeddings and weights ~ N(0, 0.02^2); the weights of attention's `project` and of the feed-forward layer's `output`
-    are divided by sqrt(2 depth). Biases start at 0. The frozen routing keeps the distribution of FixedRouting.
+    Embeddings and weights of linear layers ~ N(0, 0.02^2); the weights of attention's `project` and of the feed-forward
+    layer's `output` are divided by sqrt(2 depth). Biases start at 0, weights of LayerNorms at 1. The frozen routing
+    keeps the distribution of FixedRouting.
     """
 
     def __init__(

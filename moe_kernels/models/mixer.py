@@ -25,13 +25,13 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Embedded patches, `depth` blocks, the mean over the patches and a linear head: (B, C * H * W) -> (B, classes).
+    """Embedded patches, `depth` blocks, LayerNorm, mean over the patches, linear head: (B, C * H * W) -> (B, classes).
 
     Args:
         image_shape: (C, H, W).
         patch: side of a patch in pixels; divides H and W.
         expansion: hidden widths of a block's two feed-forward layers, as multiples of the number of patches and of dim,
-            rounded down. (4, 0.5) is from the code that the paper builds on (Yoshioka 2024).
+            rounded down, at least 1 neuron. (4, 0.5) is from the code that the paper builds on (Yoshioka 2024).
 
     p = 1 is the dense model. The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh.
     """

@@ -20,7 +20,7 @@ class MMoE(nn.Module):
         num_users, num_movies: numbers of ids; ids begin at 0.
         gates: one for each task, for inputs h (B, 2 * embedding); their ids are the users.
         experts: from h to (B, width).
-        search: the permutation that both tasks share, or None.
+        search: LocalSearch, whose permutation of the experts both tasks share, or None.
         embedding: width of a user's and of a movie's embedding. Embeddings start ~ U(-0.05, 0.05).
         head: width of the hidden layer in a task's head.
 

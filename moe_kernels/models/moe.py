@@ -44,7 +44,7 @@ class MoEBlocks(nn.Module):
 
     hidden, activation: of the dense feed-forward layers.
     members: M > 1 for an ensemble (E^3). Every sample is repeated M times before the first block with experts, so the
-        output is (B M, S, D); from there on the id of a token is its member.
+        output is (B M, S, D); from there on the id of a token is the number of its member.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MoEBlocks(nn.Module):
     def forward(
         self, x: Tensor, ids: Tensor | None = None, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[MoEOutput]]:
-        """states: a list to which x and every block's output x are appended, for distillation."""
+        """states: a list to which the input x and every block's output are appended, for distillation."""
         outputs: list[MoEOutput] = []
         states = [] if states is None else states
         states.append(x)
@@ -96,13 +96,13 @@ class MoEBlocks(nn.Module):
 class MoEGPT(nn.Module):
     """Tokens (B, S) -> logits (B, S, vocabulary) and the MoEOutput of each layer of experts. Gates get tokens as ids.
 
-    Learned embeddings of tokens and positions, ~ N(0, 0.02^2), causal pre-norm blocks, logits by the token embedding.
+    Learned embeddings of tokens and positions, ~ N(0, 0.02^2), causal pre-norm blocks, the token embedding as head.
 
     Args:
-        length: largest S; with relative=True, the argument `relative` of Block, and S may be larger.
+        length: largest S. With relative=True S may be larger, and length is the argument `relative` of Block.
         hidden, activation: of the dense feed-forward layers; an MoE has its own.
-        relative: learned biases of the attention (see Block) instead of position embeddings. GLaM has these,
-            activation="geglu", and experts in every second block.
+        relative: learned biases of the attention (see Block) instead of position embeddings. GLaM is relative=True,
+            activation="geglu" and experts in every second block.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class MoEViT(nn.Module):
     """Images (B, C * H * W) -> logits (B, classes) and the MoEOutput of each layer of experts.
 
     Patches, a class token, learned positions, blocks, a linear head on the class token. image_shape is (C, H, W). ids
-    (B,): the id of each image, which gates get for every token of the image. With members M > 1 (see
-    nn.gates.ensemble) logits are (B M, classes), and gates get the members instead of ids.
+    (B,): the id of each image, which gates get for every token of the image. With members M > 1 (see MoEBlocks) logits
+    are (B M, classes), and gates get the number of a token's member instead of an id.
     hidden, activation: of the dense feed-forward layers; an MoE has its own.
     """
 

@@ -48,7 +48,7 @@ class ViT(nn.Module):
 
     Input (B, C * H * W), output (B, classes). image_shape is (C, H, W); router_input: see Blocks. p = 1 is the dense
     model. The paper: depth 6, 8 heads, hidden 512, 3072 or 6144, patch 4, dropout 0.1, p = 0.5, tanh; dim 512 is from
-    the code that it builds on (Yoshioka 2024).
+    the code that the paper builds on (Yoshioka 2024).
     """
 
     def __init__(
