@@ -1,4 +1,4 @@
-"""A BERT checkpoint of transformers, and a copy of it with experts as in MoEBERT (paper 001 adds other gates).
+"""A BERT checkpoint of transformers, and a copy of it with experts as in MoEBERT, for which paper 001 has other gates.
 
     model = load("folder of a BertForMaskedLM")
     student = model.with_experts(lambda index: MoE(HashGate(30522, 4), ExpertMLP(4, 768, 768, bias=True)))
@@ -68,7 +68,7 @@ class BertWithExperts(nn.Module):
         return self.model.config.vocab_size
 
     def with_experts(self, layer: Callable[[int], MoE]) -> BertWithExperts:
-        """A copy of the model in which layer(index) replaces the two dense layers of encoder layer `index`."""
+        """A copy of the model, with `layer(index)` in place of the feed-forward layer of encoder layer `index`."""
         model = copy.deepcopy(self.model)
         for index, block in enumerate(model.bert.encoder.layer):
             block.experts = ExpertFeedForward(layer(index), block.output.dropout, block.output.LayerNorm)
@@ -157,7 +157,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
-    """Windows of a text, int32 (n, length): [CLS], the next length - 2 tokens, [SEP].
+    """Windows of a text in UTF-8, int32 (n, length): [CLS], the next length - 2 tokens, [SEP].
 
     Tokens at the end that fill no window are dropped.
 

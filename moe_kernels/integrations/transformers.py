@@ -14,8 +14,8 @@ Parameters keep their names, shapes and strides, so checkpoints, optimizers and 
 * Other experts, and all experts with a norm after them, run as `grouped_gemm`, the module's own gate or activation,
   `grouped_gemm`, the norm if there is one, `combine`.
 * An expert id of num_experts or more means no expert, as under transformers' expert parallelism.
-* Parameters in another layout, or in another dtype than float32, bfloat16 and float16, raise TypeError. There is no
-  fallback.
+* Experts that lack a parameter that `experts_forward` names, or have one in another dtype than float32, bfloat16 and
+  float16, raise TypeError.
 
 `Router` replaces the model's own router by a gate and a policy of moe_kernels.nn.
 """
@@ -51,7 +51,7 @@ from python_ref.grouped_gemm import activate
 
 __all__ = ["Router", "experts_forward", "register"]
 
-# Class of a module's act_fn -> the same activation in grouped_gemm.
+# Class of a module's act_fn -> the name of this activation in expert_mlp.
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -82,8 +82,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     Args:
         module: experts of transformers with gate_up_proj or up_proj, down_proj, their biases if has_bias, and the flags
             of `use_experts_implementation`. The parameters are float32, bfloat16 or float16.
-        hidden_states: (T, D). It is cast to the parameters' dtype. Under autocast, both are cast to autocast's dtype
-            instead; transformers' grouped_mm ignores autocast.
+        hidden_states: (T, D), cast to the parameters' dtype. Under autocast hidden_states and parameters are cast to
+            autocast's dtype instead; transformers' grouped_mm ignores autocast.
         top_k_index: (T, K), int32 or int64: experts; num_experts or more means none.
         top_k_weights: (T, K) gate weights, float32, bfloat16, float16 or float64. The weights are read and the rows are
             summed as float32.
@@ -122,9 +122,9 @@ class Router(nn.Module):
         gate: with the block's hidden size as input and the block's number of experts.
         policy: one of moe_kernels.nn.policies; None is TokenChoice(), which keeps every choice.
 
-    Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates, with the
-    smallest normal number in place of a gate of 0, since the gradient of log(0) would be NaN. If the gates of a token
-    sum to 1, the softmax of a balance loss in transformers returns the gates.
+    Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates; a gate
+    below the smallest normal number counts as this number, since log(0) has no finite gradient. If the gates of a
+    token sum to 1, the softmax of its logits returns them.
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
 
     transformers records the logits of its own router classes alone, so a model with Routers needs
@@ -188,7 +188,7 @@ def _parameter(module: Any, name: str) -> Tensor:
 
 
 def _fused_activation(module: Any) -> dict[str, Any] | None:
-    """Arguments of expert_mlp that give the module's gate or activation; None if there are none or a norm follows."""
+    """Arguments of expert_mlp for the module's gate or activation; None if expert_mlp lacks it or a norm follows."""
     if module.has_post_expert_norm:
         return None
     if module.has_gate and type(module)._apply_gate is not _default_apply_gate:
@@ -205,8 +205,8 @@ def _is_clamped(kind: type[nn.Module]) -> bool:
     return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# Sets what torch.compiler.assume_constant_result sets: torch.compile replaces calls by their results. The decorator
-# itself would import the compiler.
+# Lets torch.compile replace a call of _is_clamped by its result. The decorator for this purpose,
+# torch.compiler.assume_constant_result, would import the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """Recipes: the papers' systems, one file each; `python -m moe_kernels train NAME` runs one.
 
-recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
+recipes/<name>.py defines one subclass of Recipe, a frozen dataclass. Its fields are the options of the command line
 (`option` gives help and limits). A recipe compares several models, its sides, such as the system of a paper and its
 baselines. `build(data, seed, steps)` makes one side, ready to train, as a Task.
 
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # index of the first sample in the test set; None if unknown
+    start: int | None = None  # the first sample's index in the test set; None if unknown or for other samples
 
 
 class Splits(NamedTuple):
@@ -45,7 +45,7 @@ class Splits(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing of one layer in a batch, for the columns experts, load and entropy of the table."""
+    """Routing of one layer in a batch, for the table's columns on experts or neurons, their load and the entropy."""
 
     active: Tensor  # bool (..., E): the experts or neurons that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
@@ -73,12 +73,13 @@ class Evaluation(NamedTuple):
 class Task:
     """One side of a comparison, ready to train. Its functions should not synchronise with the device.
 
-    loss: batch -> named () tensors; their means over the steps are logged. "loss" is differentiated and is the sum of
-        the others: "task" or "text", the plain loss of the targets, and further terms, already weighted.
+    loss: batch -> named () tensors; their means over the steps between two evaluations are logged. "loss" is
+        differentiated and is the sum of the others: "task" or "text", the loss without regularisers, and the
+        regularisers, already times their coefficients.
     evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
-    total: the measures over all batches -> further measures. Recipe.METRIC may name a measure of either kind.
+    total: the measures over all batches -> further measures, computed from them.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called before every training step with its number: sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient; None: no limit.
@@ -112,7 +113,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     sweep: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command line option. A tuple takes several values of one type.
+    """A dataclass field that is also a command line option. With a tuple as default it takes several values.
 
     low, high: the smallest and the largest number that the command line accepts; it accepts only finite numbers.
     sweep: the command line takes several values; every side is trained with each (see Recipe.variants).
@@ -127,10 +128,10 @@ class Recipe:
 
     SIDES: ClassVar[tuple[str, ...]] = ()  # all sides; a run compares those in `sides`
     ACCEPTS: ClassVar[type] = Images  # the kind of data set
-    METRIC: ClassVar[str] = "accuracy"  # the measure of the table, the plot and the tuning
+    METRIC: ClassVar[str] = "accuracy"  # the measure that the table and the plot show and that tuning compares
     HIGHER_IS_BETTER: ClassVar[bool] = True
 
-    data: str = option("digits", "data set: digits, or a path to its files")
+    data: str = option("digits", "data set: digits, or the path of a data set's files")
     sides: tuple[str, ...] = option(("",), "sides to compare; all get the same seeds, batches and number of steps")
     epochs: int = option(10, "passes over the training set", low=0)
     steps: int = option(0, "steps instead of epochs; 0: epochs", low=0)
@@ -211,7 +212,7 @@ def total_loss(task: Tensor, regularisers: Mapping[str, Tensor], name: str = "ta
 
 
 def names(package: Iterable[str] = __path__) -> list[str]:
-    """Names of the modules in the folders `package`, without those that begin with "_"; by default all recipes."""
+    """Names of the modules in the folders `package` that do not begin with "_"; by default the names of all recipes."""
     return sorted(module.name for module in pkgutil.iter_modules(package) if not module.name.startswith("_"))
 
 
@@ -221,7 +222,7 @@ def find(name: str) -> type[Recipe]:
 
 
 def find_class(package: str, kind: str, name: str, base: type[Found]) -> type[Found]:
-    """The subclass of `base` that module `name` of a package defines; ValueError, with `kind`, for an unknown name."""
+    """The subclass of `base` that module `name` of a package defines; ValueError, naming `kind`, for an unknown name."""
     existing = names(importlib.import_module(package).__path__)
     if name not in existing:
         raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(existing)}")
