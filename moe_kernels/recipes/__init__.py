@@ -222,7 +222,7 @@ def find(name: str) -> type[Recipe]:
 
 
 def find_class(package: str, kind: str, name: str, base: type[Found]) -> type[Found]:
-    """The subclass of `base` that module `name` of a package defines; ValueError, naming `kind`, for an unknown name."""
+    """The subclass of `base` in module `name` of a package; ValueError, naming `kind`, if there is no such module."""
     existing = names(importlib.import_module(package).__path__)
     if name not in existing:
         raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(existing)}")
