@@ -30,8 +30,8 @@ class TokenChoice:
         factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
             summed gate weight: Batch Prioritized Routing (V-MoE, paper 003; V-MoE's public code has only "max").
-        order: as in make_plan; None is "choice" with a capacity, else "token". Without a capacity the order only
-            decides the order of an expert's rows.
+        order: "choice" or "token", as in make_plan; None is "choice" with a capacity, else "token". Without a capacity
+            it only decides the order of an expert's rows.
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
         group: number of consecutive tokens that compete for capacity; in V-MoE the tokens of 8 images. The capacity is
             computed with T = group, also for a smaller last group. None: all tokens compete.
@@ -159,7 +159,7 @@ class ExpertChoice:
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
-        # round(part / whole), half to even. A branch would make torch.export guard on T.
+        # round(part / whole), half to even, without an `if`, for which torch.export would add a guard on T.
         return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)
 
 

@@ -28,9 +28,11 @@ class NeuronImportance:
     """Importance I (neurons) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the `with` block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
-    a sample's loss must depend on its own rows alone. Biases do not count. Let dpre be the gradient of pre = fc1(x), b
-    the bias of fc1, and dh the gradient of h, the input of fc2. The two terms of I_j are sum_t dpre_tj (pre_tj - b_j)
-    and sum_t h_tj dh_tj over the tokens t of a sample, so no weight gradient of a single sample is needed.
+    a sample's loss must depend on its own rows alone. Biases do not count.
+
+    Let dpre be the gradient of pre = fc1(x), b the bias of fc1, and dh the gradient of h, the input of fc2. The terms of
+    I_j are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample, so no weight gradient of a
+    single sample is needed.
 
     Source: Zuo et al. 2022 (MoEBERT), section 3.2; as in its code, the absolute value is of the sum of both terms.
 
@@ -63,7 +65,7 @@ class NeuronImportance:
             hook.remove()
 
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
-        """Hooks onto x, for its gradient gives one of the two terms of I; the later of the two adds both to `value`."""
+        """Hooks onto the gradient of x, which gives one of the two terms of I; the later hook updates `value`."""
         if not x.requires_grad:
             return
 

@@ -48,7 +48,7 @@ class Routing(NamedTuple):
     """Routing of one layer in a batch, for the table's columns on experts or neurons, their load and the entropy."""
 
     active: Tensor  # bool (..., E): the experts or neurons that each sample or token used
-    probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
+    probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: there is none
     weights: Tensor | None = None  # (..., E): weights of a gate that uses every expert, for heat maps
     unit: str = "experts"  # what E counts: "experts" or "neurons"
 
@@ -81,7 +81,7 @@ class Task:
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
     total: the measures over all batches -> further measures, computed from them.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called before every training step with its number: sets phases, temperatures, numbers of experts.
+    before_step: called with the step before every training step: sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient; None: no limit.
     grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
         class token, then its patches. None: no heat maps.
