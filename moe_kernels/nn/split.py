@@ -30,7 +30,7 @@ class NeuronImportance:
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
     a sample's loss must depend on its own rows alone. Biases do not count.
 
-    Let dpre be the gradient of pre = fc1(x), b the bias of fc1, and dh the gradient of h, the input of fc2. The terms of
+    Let dpre be the gradient of pre = fc1(x), b fc1's bias, and dh the gradient of h, the input of fc2. The two terms of
     I_j are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample, so no weight gradient of a
     single sample is needed.
 
