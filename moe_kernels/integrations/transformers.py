@@ -124,7 +124,7 @@ class Router(nn.Module):
 
     Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates; a gate
     below the smallest normal number counts as this number, since log(0) has no finite gradient. If the gates of a
-    token sum to 1, the softmax of its logits returns them.
+    token sum to 1, the softmax of its logits gives these gates back.
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
 
     transformers records the logits of its own router classes alone, so a model with Routers needs

@@ -81,7 +81,7 @@ class Task:
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
     total: the measures over all batches -> further measures, computed from them.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called with the step before every training step: sets phases, temperatures, numbers of experts.
+    before_step: called before every training step, with its number; sets phases, temperatures, numbers of experts.
     clip: largest norm of the gradient; None: no limit.
     grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
         class token, then its patches. None: no heat maps.
