@@ -1,7 +1,8 @@
 """Conversion between the keys of k-winner-take-all and float32 values.
 
-Keys are integers in the order of the elements: the bits of the magnitude, negated for a negative element. Every NaN has
-the key INF + 1. INF: the bits of +inf. FORMAT: 0 for float32, 1 for bfloat16, 2 for float16.
+Keys are integers in the order of the elements. A key is the bits of an element's magnitude, negated if the element is
+negative; every NaN has the key INF + 1. INF: the bits of +inf in the format of the elements. FORMAT: 0 for float32,
+1 for bfloat16, 2 for float16.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import triton.language as tl
 
 @triton.jit
 def value_of(key, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The float32 value of a key. Infinity of float16 becomes 65536, above every finite float16."""
+    """The float32 value of a key. For float16, infinity becomes 65536 and NaN 65600, above all finite elements."""
     magnitude = tl.where(key < 0, -key, key)
     if FORMAT == 0:
         value = magnitude.to(tl.float32, bitcast=True)
     elif FORMAT == 1:
         value = (magnitude << 16).to(tl.float32, bitcast=True)
     else:
-        # The factor is 2^112, since the exponent biases differ by 112. The product is exact for subnormals too.
+        # The factor is 2^112: the exponent biases of float32 and float16 differ by 112. Subnormals are exact too.
         value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
     return tl.where(key < 0, -value, value)
 
 
 @triton.jit
 def key_near(value, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """A key close to that of a float32 value; arbitrary for NaN."""
+    """The key of a float32 value, or of an element close to it; an arbitrary number for NaN."""
     magnitude = tl.abs(value)
     if FORMAT == 0:
         key = magnitude.to(tl.int32, bitcast=True)

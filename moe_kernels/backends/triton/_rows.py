@@ -1,4 +1,4 @@
-"""For kernels over rows: tile sizes, the unit in which sizes are passed, zeros for unused rows of a routing plan."""
+"""Helpers for kernels over rows: tile sizes, the unit of sizes and strides, zeros for unused rows of a routing plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.backends._addresses import aligned
 
-TILE = 2048  # elements of a program, 16 a thread; 4096 for rows of 2049 to 4096 elements
+TILE = 2048  # elements of a program's tile, 16 for each thread; 4096 for rows of 2049 to 4096 elements
 LONGEST = 4096  # longest row that fits one tile
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -17,7 +17,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tile sizes and warps of a program for rows of `dim` elements."""
-    # Rows above LONGEST are split into blocks of LONGEST / 2: with LONGEST, combine's backward would spill registers.
+    # Rows longer than LONGEST are split into blocks of LONGEST / 2: with blocks of LONGEST, combine's backward spills
+    # registers in float16 if the unit is 1.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
@@ -26,9 +27,9 @@ def tile(dim: int) -> dict[str, int]:
 def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
     """The first of `units` (in elements; by default 16 bytes) that divides n, all row strides and addresses, else 1.
 
-    Kernels get n and the strides divided by this unit and multiply them again, so the compiler knows a divisor. Given
-    elements, Triton only knows whether 16 divides a size: it would read rows of 1000 bfloat16 two bytes at a time. The
-    unit is 1 if n or a stride is 2^31 or more: the product in the kernel could overflow 32 bits.
+    A kernel gets n and the strides divided by this unit and multiplies them by it, so the compiler knows a divisor. If
+    n itself were passed, Triton would only know whether 16 divides n, and would read rows of 1000 bfloat16 two bytes at
+    a time. The unit is 1 if n or a stride is 2^31 or more: the kernel's product could overflow 32 bits.
     """
     size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):
@@ -45,7 +46,7 @@ def clear_rows(
     E, R, D,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros to rows expert_offsets[E] to R - 1. All programs of the grid share the rows."""
+    """Writes zeros to rows expert_offsets[E] to R - 1. The programs of the grid share this work."""
     first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
     zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
     while first < R:

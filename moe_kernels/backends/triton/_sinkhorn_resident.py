@@ -2,8 +2,9 @@
 
 P = exp((scores - f - g) / tau) with potentials f of rows and g of columns, each anchor + tau * logarithm (log_sum_exp).
 
-SUMS: row and column sums are prescribed, or there is a tolerance. Each matrix then counts its iterations, and f and g
-of a matrix within the tolerance no longer change. Without SUMS, flags select the matrices that these kernels compute.
+SUMS: row and column sums are prescribed, or there is a tolerance. A matrix that meets the tolerance takes no further
+iteration, so each matrix has its own number of iterations. Without SUMS, flags (counts_ptr) select the matrices that
+these kernels compute.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def exponential(x, FLOAT64: tl.constexpr):
 
 @triton.jit
 def log_of(total):
-    """log(total); 0 where total is 0."""
+    """log(total); 0 unless total > 0."""
     return tl.where(total > 0, tl.log(tl.where(total > 0, total, 1.0)), 0.0)
 
 
@@ -60,7 +61,7 @@ def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _vectors(ptr, index, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Pointers (M, N) to the program's part of ptr[index], for ptr (.., B, n), and their mask."""
+    """Pointers (M, N) to the program's vectors in ptr[index], where ptr has the shape (.., B, n), and their mask."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     offsets = (tl.cast(index, tl.int64) * B + matrix[:, None]) * n + i[None, :]
@@ -110,7 +111,7 @@ def _broken(scores):
 
 @triton.jit
 def _columns_near(scores, inv_columns, inv_tau, tolerance):
-    """(M), 0 or 1: whether all column sums of exp(scores / tau) are within the tolerance, except columns of -inf."""
+    """(M), 0 or 1: whether all columns of exp(scores / tau), except those of -inf, have sums within the tolerance."""
     error = tl.abs(tl.sum(tl.exp(scores * inv_tau), axis=1) * inv_columns - 1.0)
     empty = tl.max(scores, axis=1) == -float("inf")
     return tl.min(((error <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)
@@ -124,7 +125,7 @@ def resident_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B) int32: with SUMS and HISTORY receives the iterations; without SUMS 1 to compute a matrix here
+    counts_ptr,  # (B) int32: without SUMS 1 for a matrix to compute; with SUMS and HISTORY receives numbers of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0 for none
     M: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
@@ -150,8 +151,9 @@ def resident_fwd(
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
         if SUMS:
-            # Row sums before this iteration are the prescribed ones times exp((new_f - f) / tau). From the second
-            # iteration on, column sums are the prescribed ones, except for rounding.
+            # Before this iteration, the sum of a row (not of -inf alone) is its prescribed sum times
+            # exp((new_f - f) / tau). Column sums are checked before the first iteration only: each iteration ends by
+            # making them the prescribed ones.
             new_f = anchor + tau * log_sum
             if tolerance >= 0:
                 error = tl.abs(tl.exp((new_f - f) * inv_tau) - 1.0)
@@ -187,7 +189,7 @@ def resident_fwd(
 
 @triton.jit
 def _columns_before(history_ptr, taus_ptr, t, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M, N): the column potential before iteration t; 0 before the first."""
+    """(M, N): the column potentials before iteration t; 0 for t = 0."""
     before = tl.maximum(t - 1, 0)
     ptrs, inside = _vectors(history_ptr, 2 * before, B, n, M, N)
     later = inside & (t + tl.zeros((M, N), dtype=tl.int32) > 0)
@@ -208,7 +210,7 @@ def resident_bwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B) int32: with SUMS the number of iterations, else 1 to compute a matrix here
+    counts_ptr,  # (B) int32: with SUMS each matrix's number of iterations, else 1 for a matrix to compute
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +220,7 @@ def resident_bwd(
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
-    # `ds` holds dP until the loop reaches the matrix's last iteration.
+    # `ds` is dP at first. In the loop, the step of a matrix's last iteration multiplies `ds` by P.
     ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
     df = tl.zeros((M, N), dtype=tl.float64)
     dg = tl.zeros((M, N), dtype=tl.float64)
@@ -228,6 +230,7 @@ def resident_bwd(
         count_ptrs, real = _scalars(counts_ptr, B, M)
         count = tl.load(count_ptrs, mask=real, other=0)
         last = tl.max(count, axis=0) - 1
+        # A matrix without iterations has no such step: P = exp(scores / tau).
         ds *= tl.where(count[:, None, None] > 0, 1.0, tl.exp(scores * (1.0 / tl.load(taus_ptr))))
     t = last
     while t >= 0:
@@ -261,7 +264,7 @@ def resident_bwd(
         if SUMS:
             df *= inv_rows
             _subtract(drows_ptr, df * (tau / last_tau), B, n, M, N)
-            tl.debug_barrier()  # in the next step other threads may read the sums that this thread has stored
+            tl.debug_barrier()  # the next step may load values of drows and dcolumns that other threads have stored
         change = rows_normalised * df[:, :, None]
         ds += change
         dg = -tl.sum(change, axis=1)

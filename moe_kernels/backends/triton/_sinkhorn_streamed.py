@@ -67,7 +67,7 @@ def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
 def _columns_near(
     scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """0 or 1: whether all column sums of exp(scores / tau) are within the tolerance, except columns of -inf."""
+    """0 or 1: whether all columns of exp(scores / tau), except those of -inf, have sums within the tolerance."""
     total = tl.zeros((N,), dtype=tl.float64)
     largest = tl.full((N,), -float("inf"), dtype=tl.float64)
     for first in range(0, n, ROWS):
@@ -81,15 +81,16 @@ def _columns_near(
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
     """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n) keeps the potentials of
-    two iterations, since another thread may still read the earlier ones; t + 1 and t - 1 share memory."""
+    two iterations: those of t + 1 replace those of t - 1."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether the sums of ROWS rows before iteration t are within the tolerance. f: their potentials after
-    iteration t. The sums are the prescribed ones times exp((f - before) / tau); `before` is f after iteration t - 1."""
+    """0 or 1: whether the sums of ROWS rows before iteration t are within the tolerance; rows of -inf alone count as
+    such. The sums are the prescribed ones times exp((f - before) / tau), where f and `before` are potentials of the
+    rows after iterations t and t - 1."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -98,7 +99,8 @@ def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROW
 
 @triton.jit
 def _column_pointers(ptr, t, B, n, N: tl.constexpr):
-    """Pointers (N) to the column anchors of iteration t in ptr (iterations, 2, B, n), distance to logarithms, mask."""
+    """(pointers (N) to the column anchors of iteration t, elements from an anchor to its logarithm, mask); ptr has the
+    shape (iterations, 2, B, n)."""
     j = tl.arange(0, N)
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 
@@ -111,7 +113,7 @@ def streamed_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B), receives the number of iterations; not written unless SUMS and HISTORY
+    counts_ptr,  # (B), receives each matrix's number of iterations; not written unless SUMS and HISTORY
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0 for none
     potentials_ptr,  # (B, 2, n): f of the last two iterations; not used unless SUMS
@@ -150,7 +152,8 @@ def streamed_fwd(
                 if tolerance >= 0:
                     near *= _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS)
             d = s - f[:, None]
-            # The anchor is the largest d so far. `total` is relative to the previous anchor, so `total` is rescaled.
+            # The anchor of a column is its largest d so far. `total`, the sum of exp((d - anchor) / tau) so far, is
+            # rescaled when the anchor grows.
             new_largest = tl.maximum(largest, tl.max(d, axis=0))
             anchor = tl.where(new_largest > -float("inf"), new_largest, 0.0)
             total = total * exponential((largest - anchor) * inv_tau, HISTORY)
@@ -165,13 +168,13 @@ def streamed_fwd(
         t += 1
         if SUMS:
             if (near > 0) & (tolerance >= 0):
-                if not HISTORY:  # the matrix met the tolerance before this iteration: p uses the previous f and g
+                if not HISTORY:  # the matrix met the tolerance before this iteration: p is from the previous f and g
                     anchor = before
                     log_sum = tl.zeros((N,), dtype=tl.float64)
                 count = t - 1
                 t = iterations
             near = 1
-            tl.debug_barrier()  # in the next iteration other threads may read potentials that this thread has stored
+            tl.debug_barrier()  # the next iteration may load potentials that other threads have stored
     if SUMS and HISTORY:
         tl.store(counts_ptr + tl.program_id(0), count)
     if not HISTORY:
@@ -225,7 +228,7 @@ def streamed_bwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): number of iterations; not read unless SUMS
+    counts_ptr,  # (B): each matrix's number of iterations; not read unless SUMS
     stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n) scratch memory: dscores * last_tau so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
@@ -236,7 +239,8 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # A matrix with NaN or +inf may have count 0 from resident_fwd, which replaces the matrix by zeros.
+        # resident_fwd computes a matrix with NaN or +inf as if it were zeros, so its count may be 0. With t = 1 the loop
+        # below stores NaN in all its entries.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
@@ -289,7 +293,7 @@ def streamed_bwd(
                     ds = tl.where(broken, float("nan"), weight / last_tau)
                     _store_strip(dscores_ptr, ds, first, n, ROWS, N)
         dg = next_dg
-        tl.debug_barrier()  # in the next pass other threads may read the sums that this thread has stored
+        tl.debug_barrier()  # the next pass may load values that other threads have stored
         t -= 1
     if SUMS:
         if broken:

@@ -1,5 +1,5 @@
-"""Combine in Triton: the rows of a token's kept choices are summed in the order of the choices, in float32. Backward
-loops over the choices too. The gradient dy of a token stays in registers if it fits a tile."""
+"""Combine in Triton: a token's rows are summed in float32, in the order of its choices. Backward loops over the choices
+too; the gradient dy of the token stays in registers if it fits a tile."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton specializes the kernel for K = 1, which then executes 0.7 of the instructions. `weighted` is no constexpr, so
-# that a layer of experts needs one compiled kernel for the weighted sum in forward and the plain sum in backward.
+# K is not in do_not_specialize, so Triton compiles a kernel of its own for K = 1. `weighted` is no constexpr, so one
+# compiled kernel computes both the weighted sums of combine and the plain sums of dispatch's backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous; not read unless weighted
-    slot_row_ptr,  # (T, K)
+    slot_row_ptr,  # (T, K): the row of each choice, or -1
     y_ptr,  # (T, D) contiguous
     units_rows_R,  # row stride / UNIT
     T,
@@ -76,7 +76,7 @@ def _combine_bwd(
     grad_ptr,  # (T, D)
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous
-    slot_row_ptr,  # (T, K)
+    slot_row_ptr,  # (T, K): the row of each choice, or -1
     expert_offsets_ptr,  # (E + 1)
     drows_ptr,  # (R, D) contiguous
     dweights_ptr,  # (T, K) contiguous

@@ -14,15 +14,15 @@ from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
 @triton.jit(do_not_specialize=["units_x_T", "T", "E", "R", "units"], do_not_specialize_on_alignment=["K"])
 def _dispatch_fwd(
     x_ptr,  # (T, D) bit patterns
-    slot_row_ptr,  # (T, K)
+    slot_row_ptr,  # (T, K): the row of each choice, or -1
     expert_offsets_ptr,  # (E + 1)
     rows_ptr,  # (R, D) contiguous
-    units_x_T,  # row stride and D in units of UNIT elements
+    units_x_T,  # row stride / UNIT
     T,
     K,
     E,
     R,
-    units,
+    units,  # D / UNIT
     UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -1,7 +1,7 @@
 """The grouped GEMM in Triton, and the squared norms of its output rows.
 
-One launch multiplies the rows of all experts, one tile for each program. If row_token is given, the kernel gathers rows
-of x as it reads them. Bias and activation are applied to the float32 accumulators.
+One launch multiplies the rows of all experts; a program computes one tile of the output. If row_token is given, the
+kernel gathers rows of x as it reads them. Bias and activation are applied to the float32 accumulators.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _grouped_gemm_fwd(
         return
     valid, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    # Unused rows get zeros: without products and bias they are 0, and every activation of 0 is 0.
+    # Unused rows have expert E. They get zeros: no product and no bias is added to them, and activations of 0 are 0.
     depth, bias_N = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
     pre, linear = multiply_tile(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,

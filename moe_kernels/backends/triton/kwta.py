@@ -1,7 +1,7 @@
 """k-winner-take-all in Triton. 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py.
 
-The forward kernel of this file takes one row in a program. A round of its search for the threshold counts the elements
-whose keys (_kwta_values.py) reach a trial key.
+A program of _kwta_fwd computes one row. Each round of its search for the threshold counts the keys (_kwta_values.py) of
+the row that are at least a trial key.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
 from moe_kernels.library import words
 
-TIES = {"index": 0, "strict": 1, "all": 2}  # which elements win if too many equal the k-th largest
+# Which elements win if too many equal the k-th largest: the first of them, none of them, all of them.
+TIES = {"index": 0, "strict": 1, "all": 2}
 
 # INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # most keys in a program's first tile; a second tile has the other keys, in rows up to RESIDENT
+LONGEST = 16384  # most keys in a program's first tile; rows up to RESIDENT have their other keys in a second tile
 RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
-CHUNK = 4096  # most elements written at a time: with more, registers would spill
-BLOCK_BWD = 4096  # most elements of a program of the backward
+CHUNK = 4096  # most elements that a program writes at a time: more would mostly take more registers
+BLOCK_BWD = 4096  # most elements that a program of _kwta_bwd computes
 TRIALS = 8  # rounds with interpolated trials before bisection; most rows of normal elements need fewer
 
 
 def warps(block: int) -> int:
-    """Warps for a tile: 32 elements a thread from 1024 on, as a round of the search has a fixed cost a thread."""
+    """Warps for a tile of `block` elements: 32 elements for each thread, in tiles of at least 1024. With fewer, more
+    threads would pay the fixed cost of a round of the search."""
     return max(block // 1024, 1)
 
 
@@ -52,15 +54,15 @@ def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
-    """BLOCK keys from element `start` on; past the row -INF - 2, which never wins."""
+    """BLOCK keys from element `start` on; beyond the end of the row -INF - 2, which never wins."""
     bits = _load_bits(x_row, start, N, BLOCK)
     return tl.where(start + tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
 
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """(threshold, step): the threshold of normal elements with the mean and deviation of `bits`, the start of the row,
-    and the increase of the threshold that makes one element fewer win. Both may be NaN or infinite."""
+    """(threshold, step) for a row of normal elements with the mean and deviation of `bits`, the start of the row.
+    step: the increase of the threshold that makes one element fewer win. Both may be NaN or infinite."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
@@ -121,7 +123,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Bisection of a RESIDENT row skips numbers that are no keys of the row: with many equal keys it ends early.
+            # Bisection of a RESIDENT row skips numbers between its keys, so it takes few rounds if many keys are equal.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -165,7 +167,7 @@ def _kwta_fwd(
     units_values_R,
     units,
     K,
-    quantile,  # threshold of a normal distribution, in deviations above the mean
+    quantile,  # the threshold if the elements are normal, in deviations above their mean
     UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
@@ -298,7 +300,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
-    """Launches kwta_fwd_packed on x and values, or on copies if a row's alignment requires it."""
+    """Launches kwta_fwd_packed on x and values, or on copies (_aligned_like_contiguous)."""
     num_rows, n = x.shape
     others = values is not x
     x = _aligned_like_contiguous(x)
@@ -317,7 +319,8 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
 
 
 def _aligned_like_contiguous(x: Tensor) -> Tensor:
-    """x if each of its rows has the address, modulo 16 bytes, that it has in a contiguous copy; else such a copy."""
+    """x (16-bit) if its address and (row stride - row length) are multiples of 16 bytes, else a contiguous copy. Each
+    row of the result has the address, modulo 16 bytes, that it would have in a new contiguous tensor."""
     if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -326,8 +329,8 @@ def _aligned_like_contiguous(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
-    A lane holds up to 64 elements: with up to 32, a row of 4096 takes 24.5 instructions an element instead of 17.6. A
-    row of 513 to 1024 has its own warp: two rows in a warp would both run the rounds of the slower one.
+    A lane holds up to 64 elements, so that few lanes pay the fixed cost of a round. A row of 513 to 1024 elements has
+    32 lanes, though 16 would do: two rows in a warp would both run the rounds of the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)
