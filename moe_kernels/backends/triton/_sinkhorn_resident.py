@@ -125,7 +125,7 @@ def resident_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B) int32: without SUMS 1 for a matrix to compute; with SUMS and HISTORY receives numbers of iterations
+    counts_ptr,  # (B) int32: without SUMS 1 for a matrix to compute; with SUMS and HISTORY receives iteration counts
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0 for none
     M: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,

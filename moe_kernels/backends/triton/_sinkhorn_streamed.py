@@ -88,9 +88,9 @@ def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether the sums of ROWS rows before iteration t are within the tolerance; rows of -inf alone count as
-    such. The sums are the prescribed ones times exp((f - before) / tau), where f and `before` are potentials of the
-    rows after iterations t and t - 1."""
+    """0 or 1: whether the sums of ROWS rows before iteration t are within the tolerance; rows of -inf alone are left
+    out. The other sums are the prescribed ones times exp((f - before) / tau), where f and `before` are the row
+    potentials after iterations t and t - 1."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -99,8 +99,8 @@ def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROW
 
 @triton.jit
 def _column_pointers(ptr, t, B, n, N: tl.constexpr):
-    """(pointers (N) to the column anchors of iteration t, elements from an anchor to its logarithm, mask); ptr has the
-    shape (iterations, 2, B, n)."""
+    """(pointers (N) to the column anchors of iteration t, distance in elements from an anchor to its logarithm, mask).
+    ptr: history_ptr of the kernels."""
     j = tl.arange(0, N)
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 
@@ -239,8 +239,8 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # resident_fwd computes a matrix with NaN or +inf as if it were zeros, so its count may be 0. With t = 1 the loop
-        # below stores NaN in all its entries.
+        # resident_fwd computes a matrix with NaN or +inf as if it were zeros, so its count may be 0. With t = 1 the
+        # loop below stores NaN in all its entries.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
