@@ -161,8 +161,8 @@ def _kwta_fwd(
     x_ptr,  # (R, N) bit patterns
     values_ptr,  # (R, N) bit patterns
     y_ptr,  # (R, N) contiguous
-    bits_ptr,  # (R, ceil(N / 32))
-    mask_ptr,  # (R, N) contiguous
+    bits_ptr,  # (R, ceil(N / 32)) int32, one bit for each element: 1 if it wins
+    mask_ptr,  # (R, N) contiguous int8: 1 if the element wins
     units_x_R,  # row strides and N in units of UNIT elements, so that the compiler knows a divisor
     units_values_R,
     units,
@@ -222,7 +222,7 @@ def _kwta_fwd(
 @triton.jit(do_not_specialize=["units_grad_R", "units"])
 def _kwta_bwd(
     grad_ptr,  # (R, N) bit patterns
-    bits_ptr,  # (R, ceil(N / 32))
+    bits_ptr,  # (R, ceil(N / 32)) int32, one bit for each element: 1 if it wins
     dx_ptr,  # (R, N) contiguous
     units_grad_R,
     units,
