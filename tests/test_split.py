@@ -36,6 +36,13 @@ def test_importance_is_of_per_sample_gradients(shape):
     torch.testing.assert_close(importance.value, expected)  # batches outside the block do not count
 
 
+def test_importance_without_gradients_is_an_error():
+    """With fc1 frozen and an input without a gradient, the importance would stay 0."""
+    fc1, fc2 = nn.Linear(4, 7).requires_grad_(False), nn.Linear(7, 4)
+    with NeuronImportance(fc1, fc2), pytest.raises(ValueError, match="fc1's output .* must require gradients"):
+        fc2(fc1(torch.randn(3, 4)).relu())
+
+
 def test_neurons_by_hand():
     importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # from the most important on: 1 6 3 4 2 5 0
     assert [each.tolist() for each in split_neurons(importance, 2, 4, 2)] == [[1, 6, 3, 2], [1, 6, 4, 5]]

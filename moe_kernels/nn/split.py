@@ -34,6 +34,8 @@ class NeuronImportance:
     I_j are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample, so no weight gradient of a
     single sample is needed.
 
+    A forward pass with gradients enabled raises ValueError if fc1's output or fc2's input requires none.
+
     Source: Zuo et al. 2022 (MoEBERT), section 3.2; as in its code, the absolute value is of the sum of both terms.
 
     Example:
@@ -67,6 +69,8 @@ class NeuronImportance:
     def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
         """Hooks onto the gradient of x, which gives one of the two terms of I; the later hook updates `value`."""
         if not x.requires_grad:
+            if torch.is_grad_enabled():
+                raise ValueError("NeuronImportance: fc1's output and fc2's input must require gradients; got one without")
             return
 
         def add(grad: Tensor) -> None:
