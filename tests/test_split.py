@@ -39,7 +39,7 @@ def test_importance_is_of_per_sample_gradients(shape):
 def test_importance_without_gradients_is_an_error():
     """With fc1 frozen and an input without a gradient, the importance would stay 0."""
     fc1, fc2 = nn.Linear(4, 7).requires_grad_(False), nn.Linear(7, 4)
-    with NeuronImportance(fc1, fc2), pytest.raises(ValueError, match="fc1's output .* must require gradients"):
+    with NeuronImportance(fc1, fc2), pytest.raises(ValueError, match=r"fc1's output .* must require gradients"):
         fc2(fc1(torch.randn(3, 4)).relu())
 
 

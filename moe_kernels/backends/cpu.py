@@ -28,7 +28,8 @@ from moe_kernels.backends.native import (
 try:
     module: Any = import_module("moe_kernels._cpu")  # the error of a "from" import would name a path
 except ImportError as error:
-    raise ImportError(f"the CPU extension is not built or does not load ({error}); run pip install . in the checkout") from None
+    message = f"the CPU extension is not built or does not load ({error}); run pip install . in the checkout"
+    raise ImportError(message) from None
 
 device_type = "cpu"
 

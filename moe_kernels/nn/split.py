@@ -70,7 +70,7 @@ class NeuronImportance:
         """Hooks onto the gradient of x, which gives one of the two terms of I; the later hook updates `value`."""
         if not x.requires_grad:
             if torch.is_grad_enabled():
-                raise ValueError("NeuronImportance: fc1's output and fc2's input must require gradients; got one without")
+                raise ValueError("NeuronImportance: fc1's output and fc2's input must require gradients")
             return
 
         def add(grad: Tensor) -> None:
