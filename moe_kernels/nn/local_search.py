@@ -4,8 +4,8 @@
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
     regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
-Stage one is the training steps t = 1 .. T - 1. At t = T linear assignment turns the last S into a (hard) permutation,
-and from then on U receives no gradient. With the permutation's matrix P, the paper prints P g; the published code and
+Stage one is the training steps t = 1 .. T - 1. At t = T linear assignment finds the (hard) permutation nearest to the
+last S, and from then on U is not trained. With the permutation's matrix P, the paper prints P g; the published code and
 this file compute g P.
 """
 
@@ -28,11 +28,11 @@ from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
 SCHEDULES = ("paper", "annealed", "wide")
-START_TAU = 0.1  # first tau of an annealed sinkhorn call; by default the width of the initial range of scores
+START_TAU = 0.1  # tau at which every sinkhorn call of the schedules "annealed" and "wide" begins
 
 
 class LocalSearch(KeepsFloat32):
-    """Permutes gate weights: in stage one of training by a learned soft permutation S, later by the hard one nearest S.
+    """Permutes gate weights: in stage one of training by a learned soft permutation S, later by a hard one.
 
         gates, regulariser = search(gates)
 
@@ -50,17 +50,17 @@ class LocalSearch(KeepsFloat32):
         zeta: coefficient of the regulariser (see the module's docstring).
         renormalise: whether the permuted gates are divided by their sum; False for gates that need not sum to one.
         schedule: "paper": in step t, tau = 10^(-3 - 4 t / T) and int(20 + 130 t / T) iterations. When stage one ends, S
-            is rarely a permutation (for 0 of 100 random U with n = 16), and the loss jumps at the switch.
+            is seldom a permutation (for 0 of 100 random U with n = 16), so the loss may jump at the switch.
             "annealed": in every step sinkhorn cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S
             is then rounded to a doubly stochastic matrix. "wide": as "annealed", but sinkhorn cools in 150 iterations,
             and the tau that it reaches falls from 0.1 to 1e-6 over stage one. For each of the same 100 U, the last S
-            of "annealed" and of "wide" is the permutation P with the largest sum(U * P).
+            of "annealed" and of "wide" is, within 2e-5, the permutation P with the largest sum(U * P).
         bound: U starts uniform in (-bound, bound), drawn by `generator`; None is torch's own generator.
         backend: as in sinkhorn.
         noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator
             (Gumbel-Sinkhorn, Mena et al. 2018); the last noisy S becomes the permutation. The paper has 0.
 
-    torch.compile breaks its graph in every training step; in evaluation only where `source` is computed again.
+    torch.compile breaks its graph in every training step, in evaluation only if `source` is computed again (see State).
 
     State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
     (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
@@ -68,7 +68,7 @@ class LocalSearch(KeepsFloat32):
     `step`. If `assigned` was written, evaluation computes `source` again, so torch.optim.swa_utils.AveragedModel with
     use_buffers=True has the permutation nearest to its averaged `assigned`.
 
-    From step T on U has no gradient; inside torch.distributed its gradient is zero, as DistributedDataParallel needs.
+    From step T on the gradient of U is None, or 0 if torch.distributed is initialised, since DDP needs a gradient.
 
     Raises:
         ValueError, TypeError: an argument out of range or of another type; in forward, gates of another shape.
@@ -136,7 +136,7 @@ class LocalSearch(KeepsFloat32):
         self._record_hardened()
 
     def _record_hardened(self) -> None:
-        """Records the tensor `assigned` and its version; `source` was computed from these values."""
+        """Records the tensor `assigned` and its version, from which `source` is now up to date."""
         self._stale, self._hardened_from = False, (self.assigned, _version(self.assigned))
 
     def _is_stale(self) -> bool:
@@ -157,13 +157,13 @@ class LocalSearch(KeepsFloat32):
         return self.step >= self.steps
 
     def temperature(self, step: int) -> float:
-        """tau of training step `step` = 1 .. steps - 1: falls between 1e-3 and 1e-7; "wide": between 0.1 and 1e-6."""
+        """tau of step 1 .. steps - 1 of training: falls from 1e-3 towards 1e-7, for "wide" from 0.1 towards 1e-6."""
         if self.schedule == "wide":
             return START_TAU * 10 ** (-5 * step / self.steps)
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step` = 1 .. steps - 1: 20 to 149; 150 for "wide". "annealed" runs max(R, 50)."""
+        """R of step 1 .. steps - 1 of training: 20 to 149, for "wide" 150. For "annealed" sinkhorn gets max(R, 50)."""
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -210,7 +210,10 @@ class LocalSearch(KeepsFloat32):
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
-        """gates times p (None: gathered by `source`), summed over choices; divided by their sum if `renormalise`."""
+        """gates times p, or gathered by `source` if p is None; summed over choices.
+
+        If `renormalise`, the result is divided by its sum over experts, unless the sum is 0.
+        """
         count, n = self.source.shape
         if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
             expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"
@@ -252,7 +255,7 @@ class LocalSearch(KeepsFloat32):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
-        if soft is not None and prefix + "assigned" not in state_dict:  # a state dict of an older version
+        if soft is not None and prefix + "assigned" not in state_dict:  # saved by an older version
             hard = step == 0 or step >= self.steps
             state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
         super()._load_from_state_dict(state_dict, prefix, *args)

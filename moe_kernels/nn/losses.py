@@ -3,8 +3,8 @@
 p (T, E) are the probabilities of the gate. CV(v) = std(v) / mean(v) over the experts, std without bias correction.
 Every loss of an empty batch (T = 0) is 0.
 
-Across processes a loss counts only this rank's tokens, as GShard's and Switch's balance losses do. importance_loss,
-load_loss and balance_loss take `reduce`, a process group whose ranks have equally many tokens, and then count the
+Across processes a loss counts only this rank's tokens, as GShard's and Switch's balance losses do. With the argument
+`reduce`, a process group whose ranks have equally many tokens, importance_loss, load_loss and balance_loss count the
 tokens of all its ranks: every rank returns the same number, and the mean of the ranks' gradients, which DDP and FSDP2
 compute, is the gradient of that number.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def cv_squared(v: Tensor) -> Tensor:
     """Squared coefficient of variation of v (E): var(v) / mean(v)^2, with the population's variance.
 
-    0 if all elements are equal (also if all are 0), E - 1 if all but one are 0.
+    0 up to rounding if all elements are equal, also if all are 0; E - 1 if all but one are 0.
 
     Example:
         >>> cv_squared(torch.tensor([1.0, 1.0, 1.0])), cv_squared(torch.tensor([3.0, 0.0, 0.0]))
@@ -36,7 +36,7 @@ def cv_squared(v: Tensor) -> Tensor:
 
 
 def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
-    """CV(sum over t of p_t)^2: 0 if every expert has the same total probability.
+    """CV(sum over t of p_t)^2: 0, up to rounding, if every expert has the same total probability.
 
     Args:
         probs: (T, E), the softmax of the logits without noise, before any choice.
@@ -57,6 +57,7 @@ def load_loss(
     """CV(mean over t of P_t)^2; P_te: probability that logit e, with new noise, exceeds the token's threshold.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
+        Phi: the standard normal distribution function
 
     Args:
         logits: (T, E), without noise.
@@ -92,13 +93,13 @@ def selection_chances(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: f
 def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """E * sum over e of f_e m_e, with f_e = requested_e / sum of requested and m_e = mean over t of p_te.
 
-    1 if f or m is uniform, E if one expert has all requests and probability 1. Switch's and GShard's losses count first
+    1 if f or m is uniform, E if one expert has all requests and m_e = 1. Switch's and GShard's losses count the first
     choices: `requested` of make_plan(experts[:, :1], E). With plan.requested all K choices count.
 
     Args:
         probs: (T, E).
         requested: (E), counts, such as RoutingPlan.requested; a constant. If all are 0, the loss is 0.
-        reduce: process group whose tokens the means count (see the module's docstring); None: this rank's.
+        reduce: process group whose tokens f and m count (see the module's docstring); None: this rank's.
 
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, has
     mean over e of f_e m_e, which is smaller by the factor E^2.
@@ -135,7 +136,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
     Args:
         probs: (T, E), rows that sum to one.
-        eps: a uniform gate has the loss 1 / (E eps); paper 002 gives no value.
+        eps: a uniform gate has the loss 1 / (E eps). Paper 002 gives no value of eps.
 
     Gradient: to probs. Source: paper 002, section 3.2, token-wise inverse coefficient of variance (mu over var).
 
@@ -144,7 +145,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         (tensor(50.), tensor(1.9231))
     """
     p = _at_least_float32(probs)
-    if not p.shape[0]:  # torch.var warns if there are no rows
+    if not p.shape[0]:  # the mean of no rows would be NaN
         return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
 
@@ -187,7 +188,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
 
     Args:
         routed: (weights (T, K), experts (T, K)), topk_gate of the router's logits s_R.
-        winners: the same of s_C, the norms of the experts' outputs; a constant.
+        winners: the same for s_C, the norms of the experts' outputs; a constant.
 
     Gradient: to the weights in `routed`. Source: paper 004, eq. 3; the mean is over T * E, as in nn.MSELoss.
 

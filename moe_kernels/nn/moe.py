@@ -4,7 +4,7 @@
 
 Gates, policies and options of the papers 001 (tree COMET), 002 (sparse ViT), 003 (V-MoE, E^3, THOR), 004 (CompeteSMoE):
 
-001  SoftmaxGate, TreeGate and others with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
+001  SoftmaxGate, DSelectKGate or TreeGate with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
 003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
      8 images); EnsembleGate; RandomGate
@@ -44,7 +44,7 @@ class MoEOutput:
 
     * y: (..., Dout); of a MultiGateMoE a tuple with one y for each task.
     * plan: the RoutingPlan.
-    * gates: the GateOutputs, one for each task, before the policy.
+    * gates: the GateOutputs, one for each task, before a policy or search changes them.
     * losses: scalars by name, already weighted; add them to the task's loss.
     * records: detached tensors by name, which `statistics` returns unchanged.
 
@@ -65,7 +65,7 @@ class MoEOutput:
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Detached tensors by name: the records, statistics of the gates ("task0.name" in a MultiGateMoE) and those of
-        the plan: "experts_per_token" (); "load" (E), rows of every expert over T; "dropped" (), dropped over requested.
+        the plan: "experts_per_token" (); "load" (E), each expert's rows over T; "dropped" (), that share of requests.
 
         Every read computes them anew; a forward computes none.
         """

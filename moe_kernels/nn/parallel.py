@@ -1,4 +1,4 @@
-"""Experts across processes, on torch.distributed: each of n ranks owns E / n experts; rows are sent to their owners.
+"""Experts across processes, on torch.distributed: each of n ranks owns E / n experts and gets their rows.
 
     mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
     parallelize_module(model, mesh["ep"], {"blocks.*.moe.experts": ExpertParallel()})
@@ -6,13 +6,14 @@
     plan      gate and policy plan the rank's own tokens over all E experts, as in one process
     counts    plan.kept (E) is sent to the owners, while dispatch gathers the rows   one all-to-all
     rows      are sent to the owners, grouped by expert                              one all-to-all
-    experts   a plan with K = 1 groups the received rows by expert, in the order of the sending ranks
-    outputs   are sent back in the same order                                        one all-to-all
+    experts   a plan with K = 1 groups the received rows by expert, those of an expert by sending rank
+    outputs   are sent back in the order in which the rows came                      one all-to-all
 
-A rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
-with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). Results
-agree within rounding. If n is a power of two and the one process does not use the fused expert_mlp, float32 outputs,
-gradients of x and gradients of the experts agree bit for bit. `GlobalPolicy` routes the tokens of all ranks together.
+A rank routes only its own tokens. n ranks with T / n tokens each and TokenChoice or ExpertChoice compute what one
+process computes for the T tokens with that policy and group=T // n; if nothing is dropped, TokenChoice needs no group.
+Results agree within rounding. If n is a power of two and the one process does not use the fused expert_mlp, float32
+outputs and gradients of the experts agree bit for bit for a loss that is a mean over tokens; a rank's gradient of x is
+then exactly n times that of one process. `GlobalPolicy` routes the tokens of all ranks together.
 
 The gradient of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks, which
 DDP and FSDP2 compute for the other parameters. So average the experts' gradients only over the data-parallel dimension
@@ -58,15 +59,15 @@ class ExpertParallel(ParallelStyle):
     Args:
         capacity: None: every rank sends the rows of its plan, and the host waits for their counts.
             C >= 1: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host
-            waits for no GPU, as CUDA graphs and torch.compile(fullgraph=True) need; padding costs bytes, no products.
+            waits for no GPU, as CUDA graphs and torch.compile(fullgraph=True) need; padding is sent but not multiplied.
             The plan must keep at most C rows for an expert: TokenChoice(factor) keeps at most
-            expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E). `norms` then needs the same
-            number of tokens on every rank.
+            expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E), for a rank's T tokens. `norms`
+            then needs the same T on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
     fully_shard(model) over all ranks. fully_shard's hooks run in forward: direct calls of `rows` or `norms` of the
     experts need torch.distributed.fsdp.register_fsdp_forward_method(experts, name).
-    Optimizers: foreach and fused optimizers reject a parameter group of DTensors and plain tensors; use two groups.
+    Optimizers: foreach and fused optimizers reject a parameter group with both DTensors and plain tensors; use two.
 
     Raises:
         TypeError: the module is not an Experts, or capacity is no int.
@@ -108,10 +109,10 @@ class Exchange:
     capacity: int | None = None
 
     def __call__(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
-        """(R, Dout): every expert's outputs for the rows of this rank's plan, zeros past the rows in use."""
+        """(R, Dout): the experts' outputs for the rows of this rank's plan, zeros past the rows in use."""
         self._check(experts, x, plan)
         (x,) = as_autocast(x)  # rows are sent in autocast's dtype
-        # Sorted, so that dispatch's backward sums a token's rows in ascending order, as grouped_gemm's backward does.
+        # With slot_row sorted, dispatch's backward sums a token's rows in ascending order, as grouped_gemm's does.
         plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)
         if self.capacity is not None:
             return self._static(experts, x, plan, self.capacity)
@@ -121,7 +122,7 @@ class Exchange:
     def _uneven(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         counts = self._all_to_all(plan.kept)
         rows = dispatch(x, plan, backend=experts.backend)
-        counts = collectives.wait_tensor(counts)  # (n * (E / n)): number of rows from each rank for each local expert
+        counts = collectives.wait_tensor(counts)  # (E,): rows from each rank for each local expert
         splits = torch.stack([plan.kept, counts]).unflatten(1, (self.mesh.size(), -1))
         send, receive = splits.sum(-1).tolist()
         received = collectives.wait_tensor(self._all_to_all(rows[: sum(send)], receive, send))
@@ -142,7 +143,7 @@ class Exchange:
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
         """(T, E): the norms of all experts' outputs for x (T, D).
 
-        A rank sends its tokens to all others, (n - 1) T D elements, and receives T (E - E / n) norms.
+        A rank sends its T tokens to all others, (n - 1) T D elements, and receives T (E - E / n) of the norms.
         """
         (x,) = as_autocast(x)
         send = [x.shape[0]] * self.mesh.size()
@@ -194,7 +195,7 @@ class Exchange:
         if self.capacity is None:
             return
         fits = (plan.kept <= self.capacity).all()
-        message = f"ExpertParallel: capacity={self.capacity} is too small: the plan keeps more rows of an expert"
+        message = f"ExpertParallel: capacity={self.capacity} is too small for the largest number of rows per expert"
         if x.is_cpu and not torch.compiler.is_compiling():
             if not fits:
                 raise ValueError(f"{message}, {int(plan.kept.max())}")
@@ -224,9 +225,9 @@ class GlobalPolicy:
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
     Use it for expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002), or for a capacity
-    that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements from each rank; then
-    every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested` and
-    `dropped` count the tokens of all ranks.
+    that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements of each from a rank;
+    then every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested` and
+    `dropped` count the requests of all ranks.
 
     Gradients flow only to the weights of this rank's tokens, since a token's weight depends on its own logits only and
     the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process orders them otherwise
@@ -251,7 +252,7 @@ class GlobalPolicy:
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
-        # A plan has T K rows, or min(T K, E C) with a capacity C. If it has T K rows, no capacity is needed.
+        # A plan with fewer than T K rows has E C rows, with C its capacity. With T K rows it needs no capacity.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
@@ -293,7 +294,7 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Returns the norm () of all gradients, as in one process; if it exceeds max_norm, scales them down to max_norm.
+    """Returns the norm () of all gradients, as in one process. If it exceeds max_norm, scales gradients to max_norm.
 
     `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. This function computes a norm for each mesh
     and combines the norms. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.

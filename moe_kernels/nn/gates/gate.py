@@ -24,7 +24,7 @@ class GateOutput:
 
     * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and a token names no expert twice.
     * num_experts: E.
-    * dense: True if K = E and every token has all experts in order.
+    * dense: if True, K = E and experts[t] is 0 .. E - 1 for every token t.
     * losses: scalars by name, already times their coefficients, to be added to the task's loss; none in evaluation.
     * records: detached tensors by name, from which `statistics` computes its scalars.
 
@@ -47,7 +47,7 @@ class GateOutput:
     def of_gates(
         cls, gates: Tensor, losses: dict[str, Tensor] | None = None, records: dict[str, Tensor] | None = None
     ) -> GateOutput:
-        """The output of a dense gate, gates (T, E)."""
+        """The output of a dense gate that gives the weights `gates` (T, E)."""
         experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device).expand(gates.shape)
         return cls(gates, experts, gates.shape[1], True, losses or {}, records or {})
 
@@ -86,16 +86,16 @@ def _statistic(name: str, record: Tensor) -> Tensor:
 class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
-    Gates convert x to the dtype of their parameters and compute in this dtype, also under autocast, since bfloat16
-    logits could lead to other choices. Experts follow autocast (see Experts), also if a CompetitionGate calls them.
+    Gates with parameters convert x to the dtype of the parameters and compute in this dtype, also under autocast, since
+    bfloat16 logits could lead to other choices. Autocast does act on experts that a CompetitionGate calls.
 
-    Gates draw from torch's own generator or from their argument `generator`, which state dicts do not hold and
-    torch.utils.checkpoint does not restore. If a checkpoint repeats a forward that draws from `generator`, the gate
-    raises RuntimeError.
+    Gates draw random numbers from torch's own generator or from their argument `generator`. State dicts do not hold
+    `generator`, and torch.utils.checkpoint does not restore it: if a checkpoint repeats a forward that draws from it,
+    the gate raises RuntimeError, except in torch.compile.
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
     gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
-    gate too. `dtype=` of a constructor is obeyed in both cases. FSDP2 casts parameters itself: call
+    gate too. A constructor's `dtype` is always obeyed. FSDP2 casts parameters itself: call
     fully_shard(layer.gate) before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
@@ -126,7 +126,7 @@ class Gate(KeepsFloat32, OutputModule):
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """(T, E): the probabilities that the router gives all experts for x (T, D), detached and without noise.
 
-        None if the gate has no softmax over experts, such as HashGate or DSelectKGate. The entropy of the probabilities
+        None for gates without such probabilities, as HashGate and DSelectKGate. The entropy of the probabilities
         measures the router's uncertainty (paper 004, appendix C.5).
         """
         logits = self._logits(x, ids)
@@ -146,8 +146,8 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
 
-        Ids outside [0, count) raise ValueError on the CPU in eager mode. Elsewhere the lookup by id fails: a check here
-        would wait for the GPU.
+        Ids outside [0, count) raise ValueError in eager mode on the CPU. Otherwise, as on a GPU, where a check would
+        make the host wait, negative ids become `count`: then a lookup in `count` rows fails for all ids out of range.
         meaning: what the ids are, for the message.
         """
         name = type(self).__name__
@@ -161,7 +161,7 @@ class Gate(KeepsFloat32, OutputModule):
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         ids = ids.long()
-        return ids if real else ids.where(ids >= 0, count)  # a lookup would take -1 for the last id
+        return ids if real else ids.where(ids >= 0, count)  # as an index, -1 would be the last id
 
     known = check_ids  # former name, for existing subclasses
 
@@ -190,10 +190,10 @@ class TopKRouter(Gate):
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1 / E^2) like logits (T, E): V-MoE's noise (paper 003), also used for paper 002, which defines none."""
+    """N(0, 1 / E^2) like logits (T, E), V-MoE's noise (paper 003). Paper 002 does not say what noise it adds."""
     return normal_like(logits, generator) / logits.shape[-1]
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1) like x. torch.compile cannot trace torch.randn with symbolic sizes and the argument `generator`."""
+    """N(0, 1) like x. Not torch.randn: torch.compile cannot trace it with symbolic sizes and a `generator`."""
     return torch.empty_like(x).normal_(generator=noise_generator(generator))

@@ -1,4 +1,4 @@
-"""Hash gates: an id's expert is fixed before training and never learned (a baseline of paper 001, and MoEBERT's)."""
+"""Hash gates: an id's expert is fixed before training (a baseline of paper 001; also in MoEBERT's code)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HashGate(TableGate):
         num_experts: E.
         frequencies: (num_ids,), the number of occurrences of each id, or None. None: every id gets a random expert.
             Otherwise ids are visited in descending frequency, and each gets the expert with the smallest sum of
-            frequencies so far (ties: the lower id, the lower expert); ids of frequency 0 get random experts.
+            frequencies so far (ties: the lower id or expert first); ids of frequency 0 get random experts.
         generator: draws the random experts, on the CPU; None is torch's own generator.
 
     Input: ids (T,), int32 or int64. Output: sparse, K = 1; weights in the dtype of x and without a gradient. `table`
@@ -68,7 +68,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes into `table` the expert of every id of positive frequency: the one with the least summed frequency."""
+    """Writes into `table` the expert of every id of positive frequency: that of the least sum of frequencies so far."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

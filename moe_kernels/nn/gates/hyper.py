@@ -16,7 +16,7 @@ class HyperRouterGate(TopKRouter):
     Args:
         dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
-        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in the published code.
+        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in paper 004's code.
         backend: as in topk_gate.
 
     Parameters: `embedding` v (1, D), trained, and `hypernetwork` H; requires_grad_() of this gate leaves H frozen.

@@ -17,8 +17,8 @@ class ManualGate(TableGate):
     """Tokens of label l go to expert assignment[l] with weight 1; `ids` are the labels. No parameters.
 
     Args:
-        assignment: the expert of every label; experts and labels count from 0. gates.manual.MNIST is that of paper 002
-            for the digits.
+        assignment: the expert of every label; experts and labels count from 0. gates.manual.MNIST is the assignment of
+            paper 002 for digits.
         num_experts: E; None: one more than the largest expert in assignment.
 
     Source: paper 002, section 4.4: the experts train with this gate; then they are frozen and a learned gate trains.

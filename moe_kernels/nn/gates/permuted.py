@@ -10,11 +10,12 @@ from moe_kernels.ops._checks import check_module
 
 
 class PermutedGate(Gate):
-    """The gates (T, E) of `gate`, permuted by `search`. For tasks that share experts use the `search` of MultiGateMoE.
+    """The gates (T, E) of `gate`, permuted by `search`. If tasks share experts, pass `search` to MultiGateMoE instead.
 
-    Output: dense. While the search learns a soft permutation, any expert may have a weight. Later and in evaluation
-    only the permuted choices of `gate` have a nonzero weight; the policy NonzeroWeights evaluates only these experts.
-    losses: those of `gate` and, in training, "permutation". A forward in training is a step of the search.
+    Output: dense. In training, while the search learns a soft permutation, any expert may have a nonzero weight. Later,
+    and in evaluation, a token has as many nonzero weights as `gate` gave it; with the policy NonzeroWeights only these
+    experts run.
+    losses: those of `gate` and, in training, "permutation". A forward in training is a step of `search`.
 
     Example:
         >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))

@@ -14,20 +14,20 @@ from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
 class StableGate(Gate):
-    """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router that reads the ids.
+    """One expert a token: first by affinity s_i = <x, centroid_i>, later by a small router that reads the ids.
 
         training in stage one                expert = argmax_i s_i
-        after begin_stage_two(), evaluation  expert = argmax_i (embedding[id] W_r)_i
-        both                                 weight = sigmoid(s_expert)
+        in stage two and in evaluation       expert = argmax_i (embedding[id] W_r)_i
+        always                               weight = sigmoid(s_expert)
 
     MoE(..., pass_through=True) adds (1 - weight) x to the output, for a layer without a residual around it.
 
     Losses of stage one, with n_i the number of tokens of expert i and nbar the mean of n_i:
 
-    * "balance": balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
+    * "balance": balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of expert i of sigmoid(s_ti) / T
     * "distill": distill * mean over tokens of CE(embedding[id] W_r, argmax s)
 
-    Both are means over tokens, to be added to a task loss that is a mean over tokens. The published code has sums.
+    Both are divided by T, to be added to a task loss that is a mean over tokens. The published code has sums.
 
     Args:
         dim, num_experts: D, E.
@@ -35,7 +35,7 @@ class StableGate(Gate):
         embedding: width of the router's own embedding.
         balance, distill: coefficients of the losses.
 
-    Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
+    Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router` (W_r).
     Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
     "distill" alone; the choice is a constant. State dicts keep `stage`.
 
@@ -78,7 +78,7 @@ class StableGate(Gate):
         super().reset_parameters(generator)
 
     def begin_stage_two(self) -> None:
-        """Ends stage one: the small router chooses the experts in training, too."""
+        """Begins stage two: the small router chooses the experts in training, too."""
         self.stage = 2
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:

@@ -16,17 +16,16 @@ from moe_kernels.ops._checks import check_module, check_number
 
 
 class StagedGate(Gate):
-    """first(x) if `stage` is 1, else second(x). `stage` starts at 1; the training loop sets it before a step.
+    """first(x) if `stage` is 1, else second(x). `stage` starts at 1; the training loop sets it.
 
     Args:
         first, second: gates over the same experts.
         distill: coefficient of the loss "distill" in training with stage = 2: the mean over tokens of
             KL(first's gates || softmax of second's logits). If it is not 0, second must be a TopKGate.
-        second_in_evaluation: whether evaluation uses the second gate in stage one, too, as for a first gate that needs
-            labels.
+        second_in_evaluation: whether evaluation always uses the second gate, as for a first gate that needs labels.
 
-    losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters: in stage
-    two of the sparse ViT call nn.schedules.train_gates_alone(model); in stage three all parameters train.
+    losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters: phase two
+    of the sparse ViT calls nn.schedules.train_gates_alone(model); in its phase three all parameters train.
 
     Source: paper 002 (sparse ViT), section 3.2.
 

@@ -23,7 +23,7 @@ class RandomGate(Gate):
     Args:
         num_experts: E.
         inference: draws in evaluation: "token", one for every token, or "ids", one for all tokens of equal id
-            (0 to T - 1), such as those of a sentence; the published code's second mode draws by position instead.
+            (0 to T - 1), such as those of a sentence. The published code draws by position instead.
         generator: draws the experts, on the device of x; None is torch's own generator.
 
     Source: THOR (Zuo et al. 2021, which paper 003 describes), section 3 and algorithm 1.
@@ -42,7 +42,7 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        # None is not passed: torch.randint with the argument `generator` takes no symbolic number of tokens.
+        # None is not passed, since torch.compile cannot trace torch.randint with symbolic sizes and a `generator`.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
         experts = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **options)
         if self.inference == "ids" and not self.training:

@@ -21,7 +21,7 @@ NOISES = (None, "jitter", "vmoe")
 
 
 class TopKGate(TopKRouter):
-    """k experts a token: weights, experts = topk_gate(W x + b + noise).
+    """k experts a token: weights, experts = topk_gate(W x + b + noise, k).
 
     Args:
         dim, num_experts: D, E.

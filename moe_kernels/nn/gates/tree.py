@@ -23,12 +23,12 @@ class TreeGate(Gate):
         gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert a token.
         bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.
-        parity: as in tree_gate; tree_route has no such argument, since a saturated tree has one leaf, of probability 1.
-        route: whether evaluation uses tree_route if every tree is saturated for every token. The results are equal
-            within rounding but have no gradient. The check makes the host wait for a GPU. On the meta device, in
-            torch.compile and in torch.export tree_gate runs.
+        parity: as in tree_gate. In saturated trees it changes only rounding, so tree_route has no such argument.
+        route: whether evaluation uses tree_route if every tree is saturated for every token. Its results equal those
+            of tree_gate within rounding but have no gradient. The check makes the host wait for a GPU. On the meta
+            device, in torch.compile and in torch.export tree_gate runs in any case.
         generator: draws the parameters; None is torch's own generator.
-        backend: as in tree_gate.
+        backend: as in tree_gate; "triton" has no tree_route, so with route=True evaluation raises BackendError.
 
     Output: dense, gates (T, E); after tree_route sparse, at most one expert a tree. losses: "entropy" in training, if
     its coefficient is not 0. statistics: "experts_per_sample", the mean over tokens of the number of gates of at least
@@ -103,7 +103,7 @@ class TreeGate(Gate):
 
     def _routed(self, x: Tensor) -> GateOutput | None:
         """The output of tree_route; None if any tree is unsaturated for any token."""
-        # The annotation of tree_route allows two values; with statistics=True there are three.
+        # mypy: tree_route may return two values, but with statistics=True it returns three.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None

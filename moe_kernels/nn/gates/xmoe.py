@@ -21,8 +21,8 @@ class XMoEGate(TopKRouter):
     """k experts a token: topk_gate(scores, k). A score compares r = W_d x (d_e numbers) with an expert's embedding e_i.
 
     * "code": score_i = <r, e_i> / ||e_i||, as in the published code; r is not normalised. In training every forward
-      first scales e_i to norm 1.5, without a gradient. Under fully_shard the gathered parameter is scaled and then
-      freed; its shards keep their norms, so embeddings change at another rate than in one process.
+      first scales e_i in place to norm 1.5, without a gradient. Under fully_shard the scaling is lost, since it changes
+      only the gathered copy of the parameter, so embeddings train at another rate than in one process.
     * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
     * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 
@@ -31,7 +31,7 @@ class XMoEGate(TopKRouter):
         k: choices of a token, from 1 to E.
         embedding: d_e; 8 in the published code of paper 004, 16 in torchscale.
         score: "code", "cosine" or "learned".
-        temperature: that of "cosine"; for "learned" its initial value.
+        temperature: of "cosine"; for "learned" the initial value.
         backend: as in topk_gate.
 
     Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; "learned" also has
@@ -85,7 +85,7 @@ class XMoEGate(TopKRouter):
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
-        # A copy for the backward pass, since a second forward before it would scale the saved parameter in place.
+        # Backward needs these values: a copy, since another forward before backward would scale the parameter in place.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
             return self.product(r, directions)
