@@ -268,7 +268,7 @@ def _check_mesh(name: str, mesh: DeviceMesh) -> None:
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
-    """DistributedDataParallel (DDP) of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
+    """DistributedDataParallel (DDP) of a model with sharded experts. mesh: all ranks, such as mesh["dp", "ep"].
 
     Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
     options: arguments of DDP. FSDP2 does not need this function: see ExpertParallel. DDP with device_mesh=mesh["dp"]

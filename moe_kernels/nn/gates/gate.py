@@ -195,5 +195,5 @@ def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1) like x. Not torch.randn: torch.compile cannot trace it with symbolic sizes and a `generator`."""
+    """N(0, 1) like x. torch.compile cannot trace torch.randn with symbolic sizes and generator=None."""
     return torch.empty_like(x).normal_(generator=noise_generator(generator))

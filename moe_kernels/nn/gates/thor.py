@@ -42,7 +42,7 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        # None is not passed, since torch.compile cannot trace torch.randint with symbolic sizes and a `generator`.
+        # torch.compile cannot trace torch.randint with symbolic sizes and generator=None.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
         experts = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **options)
         if self.inference == "ids" and not self.training:
