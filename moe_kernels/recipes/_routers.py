@@ -1,4 +1,4 @@
-"""Layers of experts of a model: their routing in a forward pass, their losses, and a forward pass without them."""
+"""Functions for models with MoE layers: the routing of a forward pass, experts switched off, sums of the losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
-    """Calls model(*args) -> (y, outputs of its layers of experts). Returns both, and the routing of each layer."""
+    """Returns the two results of model(*args), y and the outputs of its MoE layers, and the routing of each layer."""
     probs: list[Tensor | None] = []
 
     def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:
@@ -34,7 +34,7 @@ def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoE
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block all experts return zeros, so that only the residual connections around them are left."""
+    """Inside the block the experts of every MoE layer return zeros, so they add nothing to the residual connection."""
     with ExitStack() as stack:
         for layer in modules_of(model, MoE):
             hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
@@ -43,7 +43,7 @@ def experts_off(model: nn.Module) -> Iterator[None]:
 
 
 def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
-    """The losses of all layers of experts by name, summed over the layers."""
+    """The losses of all layers by name; losses of the same name are added."""
     found: dict[str, Tensor] = {}
     for out in outputs:
         for name, loss in out.losses.items():

@@ -12,20 +12,20 @@ from torch import Tensor
 from moe_kernels.data import Text
 from moe_kernels.recipes import Batch, Measures, Recipe, Splits, option
 
-IGNORED = -100  # target that does not count, as F.cross_entropy's default ignore_index
+IGNORED = -100  # a target that adds nothing to the loss; the default ignore_index of F.cross_entropy
 
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """By default samples are windows (B, length + 1) of characters; METRIC is bits a character of the test text."""
+    """By default a sample is a window of length + 1 characters, and METRIC is bits a character."""
 
     ACCEPTS: ClassVar[type] = Text
     METRIC: ClassVar[str] = "bits"
     HIGHER_IS_BETTER: ClassVar[bool] = False
 
-    data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, any file")
+    data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, another .txt or .txt.gz")
     eval_batch: int = option(64, "windows of a batch in evaluation", low=1)
-    length: int = option(128, "characters of a window; GPT-2: 1024 tokens", low=2)
+    length: int = option(128, "characters that the model reads in a window; GPT-2: 1024 tokens", low=2)
 
     def splits(self, data: Any) -> Splits:
         valid = (data.windows("valid", self.length),) if len(data.valid_tokens) > self.length else None
@@ -42,6 +42,6 @@ def characters(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def bits(logits: Tensor, y: Tensor) -> Measures:
-    """Measure "bits": cross-entropy of logits (B, length, vocabulary) in bits a target, without targets IGNORED."""
+    """Measure "bits": mean cross-entropy of logits (B, S, vocabulary) in bits, over targets y (B, S) except IGNORED."""
     nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
     return {"bits": (nats / math.log(2), (y != IGNORED).sum())}

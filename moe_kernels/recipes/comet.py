@@ -3,9 +3,9 @@
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
 momentum and a higher rate, so that scikit-learn's digits train in seconds; comet_width has the paper's sizes.
-The routing network is frozen, so by default its masks are computed once for every image and stored, one bit a neuron.
-If the mean image is far from zero, as in digits and MNIST, it adds the same to a neuron's score for every image, and
-some neurons are active for no image: with the defaults 3 % for no test image of digits. On CIFAR-10 there are few.
+The routing network is frozen, so by default its masks are computed once for every training and test image and stored,
+one bit a neuron. With the defaults, 3 % of the neurons are active for no test image of digits, since the mean image is
+far from zero: after subtracting it, 0.3 %.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Masks of every hidden layer in packed bits, or None; and the rows of the masks for the batch (None: all, in order).
+# (masks, rows). masks: for every hidden layer packed bits (samples, ceil(width / 32)), or None if unknown. rows: the
+# row of the masks for each sample of a batch; None: row i belongs to sample i.
 KnownMasks = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
@@ -58,15 +59,17 @@ class Comet(Recipe):
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)
     layers: int = option(4, "linear layers", low=2)
-    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1, sweep=True)
+    keep: float = option(
+        0.5, "keep fraction p, the share of active neurons; the paper: 0.1, 0.5, 0.9", low=0, high=1, sweep=True
+    )
     activation: str = option(
         "tanh",
         "activation; the paper: tanh in its larger networks, softplus in its public code",
         choices=tuple(sorted(ACTIVATIONS)),
     )
     ties: str = option("index", "tie rule of kwta", choices=TIES)
-    keep_masks: bool = option(True, "compute the frozen masks once and store them")
-    l1: float = option(1e-5, "side l1: coefficient of the sum of absolute weights; the paper names none", low=0)
+    keep_masks: bool = option(True, "side comet: compute the masks of training and test samples once and store them")
+    l1: float = option(1e-5, "side l1: coefficient of the sum of absolute weights; the paper gives no value", low=0)
     lr: float = option(0.01, "learning rate of SGD; the paper: 1e-4, 1e-3", low=0)
     momentum: float = option(0.9, "momentum of SGD; the paper: none, 0.9 in appendix A.6", low=0)
     check_steps: int = option(30, "steps of the agreement check of fast and reference backend; 0: none", low=0)
@@ -136,11 +139,11 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
-        """A function batch -> KnownMasks; the masks are None if they are not known before the model runs.
+        """A function batch -> KnownMasks; its masks are None if the model is dense or has to compute them.
 
-        Bernoulli masking and example-tied dropout have a mask for each training sample. The paper does not say which
-        masks other samples get. As in the paper's public code, Bernoulli masking uses all neurons for them, and
-        example-tied dropout the first k, its generalisation neurons.
+        Bernoulli masking and example-tied dropout draw masks for each training sample. The paper does not say which
+        neurons are active for other samples. As in the paper's public code, Bernoulli masking uses all neurons for
+        them, and example-tied dropout the first k_from_fraction(p, width), its generalisation neurons.
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
@@ -168,7 +171,7 @@ class Comet(Recipe):
 
 
 def _with_top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
-    """batch -> outputs of a top-1 mixture and its Routing: expert and router probabilities of each sample."""
+    """A function batch -> outputs (B, columns), and a Routing with each sample's expert and router probabilities."""
 
     def with_routing(batch: Batch) -> tuple[Tensor, list[Routing]]:
         scores = model.logits(batch.tensors[0])
@@ -189,8 +192,9 @@ def classifier(
     objective: Objective = CLASSIFICATION,
     **rest: Any,
 ) -> Task:
-    """A task on batches x, y. The objective computes loss and measures from the logits; a penalty is added to the loss.
+    """A task on batches x, y. The objective computes loss and measures from the logits and y.
 
+    penalty: returns the term "l1" that is added to the loss.
     with_routing: batch -> logits and routing, from one forward pass; None: evaluations report no routing.
     """
 

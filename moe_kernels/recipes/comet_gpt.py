@@ -2,7 +2,7 @@
 
 The paper: GPT-2 in three sizes on WikiText and CodeParrot with the GPT-2 tokenizer; AdamW at 5e-4, weight decay 0.1,
 1000 steps of warm-up and a cosine, batches of 256, p = 0.5, tanh, at most 3 epochs or 24 hours. The defaults here are a
-small network and few steps, for tiny_shakespeare on a CPU.
+small network and small batches, for Tiny Shakespeare on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 @dataclass(frozen=True)
 class CometGPT(CometLayers, TextRecipe):
-    """Sides: standard (dense) and comet. With router_input "layer" the initial weights are the same."""
+    """Sides: standard (dense) and comet. With router_input "layer" both start from the same weights."""
 
     epochs: int = option(3, "passes over the training text", low=0)
     batch_size: int = option(32, "windows of a step; the paper: 256", low=1)
@@ -35,7 +35,11 @@ class CometGPT(CometLayers, TextRecipe):
     depth: int = option(4, "blocks; the paper: 12, 24, 36", low=1)
     heads: int = option(4, "heads of attention; the paper: 12, 16, 20", low=1)
     dropout: float = option(0.0, "dropout rate; GPT-2: 0.1", low=0, high=1)
-    router_input: str = option("layer", "input of the frozen routing", choices=ROUTER_INPUTS)
+    router_input: str = option(
+        "layer",
+        "what the frozen routing reads: each feed-forward layer's input, or the embedded tokens",
+        choices=ROUTER_INPUTS,
+    )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         sizes: dict[str, Any] = {

@@ -40,14 +40,14 @@ SIDES = ("dense", "smoe", "fixed", "dropout", "switch", "xmoe", "stable", "hyper
 
 @dataclass(frozen=True)
 class CompeteSMoE(TextRecipe):
-    """Sides: dense, smoe, fixed (SMoE-Fixed), dropout (SMoE-Dropout), switch, xmoe, stable, hyper, thor, compete."""
+    """Sides: see SIDES. "fixed" is SMoE-Fixed, "dropout" SMoE-Dropout, "compete" CompeteSMoE."""
 
     SIDES: ClassVar[tuple[str, ...]] = SIDES
 
     sides: tuple[str, ...] = option(("smoe", "fixed", "compete"), "gates to compare")
     steps: int = option(800, "steps instead of epochs; 0: epochs", low=0)
     dim: int = option(128, "width of the model; the paper: 264, 352", low=1)
-    hidden: int = option(128, "hidden layer of an expert; the paper: the width of the model", low=1)
+    hidden: int = option(128, "neurons of an expert; the paper: the width of the model", low=1)
     depth: int = option(4, "blocks; the paper: 3 (tiny), 6 (small), 8 (medium)", low=1)
     architecture: str = option(
         "switch",
@@ -58,10 +58,12 @@ class CompeteSMoE(TextRecipe):
     moe_every: int = option(0, "every n-th block has experts; 0: 1 for switch, 2 for glam", low=0)
     heads: int = option(4, "heads of attention", low=1)
     experts: int = option(16, "experts of a layer", low=2, sweep=True)
-    k: int = option(2, "experts a token", low=1, sweep=True)
+    k: int = option(
+        2, "experts a token; switch, stable and thor: always 1; dropout: at first, then more", low=1, sweep=True
+    )
     rate: float = option(
         0.05,
-        "lambda: share of the steps in which the experts of a layer compete; the paper: 0.03 to 0.09",
+        "side compete, lambda: share of the steps in which the experts of a layer compete; the paper: 0.03 to 0.09",
         low=0,
         high=1,
         sweep=True,
@@ -72,7 +74,9 @@ class CompeteSMoE(TextRecipe):
         "the published code",
         choices=("constant", "falling"),
     )
-    alpha: float = option(1.0, "weight of the router's loss in competitions; the paper: 1 to 5", low=0, sweep=True)
+    alpha: float = option(
+        1.0, "side compete: weight of the router's loss in competitions; the paper: 1 to 5", low=0, sweep=True
+    )
     balance: float = option(0.0, "weight of the balance loss of smoe and switch; the paper has none", low=0, sweep=True)
     xmoe_score: str = option(
         "learned",
@@ -83,9 +87,13 @@ class CompeteSMoE(TextRecipe):
     consistency: float = option(1.0, "alpha, weight of THOR's consistency loss", low=0)
     model_dropout: float = option(0.1, "dropout of embeddings, attention and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows of a step", low=1)
-    lr: float = option(7e-4, "learning rate of Adam after a warm-up of a tenth of the steps; then 1 / sqrt(t)", low=0)
+    lr: float = option(
+        7e-4, "learning rate of Adam after a warm-up of a tenth of the steps; then it falls as 1 / sqrt(t)", low=0
+    )
     choose: str = option(
-        "best", "the evaluation to report: the last, or the best on the validation text", choices=("last", "best")
+        "best",
+        "the evaluation to report, and its model to keep: the last, or the best on the validation text",
+        choices=("last", "best"),
     )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
@@ -93,7 +101,7 @@ class CompeteSMoE(TextRecipe):
         vocabulary = len(data.source.vocabulary)
         glam = self.architecture == "glam"
         every = self.moe_every or 1 + glam
-        # The hidden layer of a dense block is as wide as those of k experts together.
+        # A dense feed-forward layer has as many hidden neurons as k experts together.
         model = MoEGPT(
             vocabulary,
             self.length,

@@ -1,4 +1,4 @@
-"""Paper 002, Table 6: is routing by hand (five experts, two similar digits each) better than learned token choice?
+"""Paper 002, Table 6: is routing by hand (five experts, two similar digits each) better than a learned gate?
 
 The network has one transformer layer. In the first half of the steps, side `manual` routes all tokens by the label of
 their image. Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network.
@@ -28,7 +28,7 @@ from moe_kernels.recipes._routers import forward_with_routing, regularisers
 
 @dataclass(frozen=True)
 class Manual(Recipe):
-    """Sides: learned (token choice), manual (pairs of similar digits, then the gate), shuffled (random pairs)."""
+    """Sides: learned (by the gate), manual (by pairs of similar digits, then the gate), shuffled (random pairs)."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("learned", "manual", "shuffled")
 
@@ -36,7 +36,7 @@ class Manual(Recipe):
     patch: int = option(2, "pixels of a patch's side; for MNIST 4 or 7", low=1)
     dim: int = option(64, "width of the model", low=1)
     heads: int = option(4, "heads of attention", low=1)
-    hidden: int = option(64, "hidden layer of an expert", low=1)
+    hidden: int = option(64, "neurons of an expert", low=1)
     batch_size: int = option(64, "images of a step", low=1)
     lr: float = option(1e-3, "learning rate of Adam, falling along a cosine to zero", low=0)
 

@@ -1,18 +1,18 @@
-"""MoEBERT with the gates of paper 001: train a dense model, split its layers by importance, distil layer by layer.
+"""MoEBERT with the gates of paper 001: the feed-forward layers of a dense model are split into experts.
 
-The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
-are in every expert. By default a small GPT is first trained on text and then split in the same proportions, and the
-dense model is the teacher of the split one. Controls: "dense" trains on without a split; "small" has one expert with
-the most important neurons of the layer; "unguided" splits by random numbers instead of importance.
+The paper splits a BERT-base fine-tuned for GLUE: in each of 12 layers, 3072 neurons into 4 experts of 768. The 512 most
+important neurons are in every expert. Then the dense model teaches the split one, layer by layer. By default a small
+GPT is first trained on text, then split in these proportions. Controls: "dense" trains on without a split; "small" has
+one expert with the most important neurons of the layer; "unguided" splits by random numbers instead of importance.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
 further training, as in the paper:
 
     train moebert --bert FOLDER --data TEXT --dense-share 0 --lr 5e-5 --expert-hidden 768 --share 512
 
-Differences from the paper: the task is masked language modelling on text, not a GLUE task, so that the checkpoint needs
-no classifier; every masked token becomes [MASK] (80 % of them in BERT's pretraining); a layer has one LayerNorm after
-the weighted sum of its experts, while MoEBERT gives each expert a copy; Adam has no weight decay.
+Differences of --bert from the paper: the task is masked language modelling on text, not a GLUE task, so that the
+checkpoint needs no classifier; every masked token becomes [MASK] (in BERT's pretraining 80 % do); a layer has one
+LayerNorm after the weighted sum of its experts, while MoEBERT gives each expert a copy; Adam has no weight decay.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MASKED = 0.15  # share of a window's tokens, without [CLS] and [SEP], that is ma
 
 @dataclass(frozen=True)
 class MoEBERT(TextRecipe):
-    """Sides: dense, small, unguided, balanced (hash by frequency), hash, topk, comet; hash+, topk+ and comet+ learn a
-    permutation of the experts, too."""
+    """Sides: see SIDES. "balanced" is "hash" with about as many tokens of the training text for every expert; "+" adds
+    a learned permutation of the experts."""
 
     SIDES: ClassVar[tuple[str, ...]] = (
         *("dense", "small", "unguided", "balanced"),
@@ -62,7 +62,7 @@ class MoEBERT(TextRecipe):
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(400, "steps instead of epochs, half of them before the split by default; 0: epochs", low=0)
     dense_share: float = option(0.5, "share of the steps that train the dense model, before the split", low=0, high=1)
-    windows: int = option(256, "windows of training text for the importance of neurons", low=1)
+    windows: int = option(256, "windows of training text from which the importance of neurons is computed", low=1)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
     depth: int = option(4, "blocks; BERT: 12", low=1)
@@ -71,7 +71,10 @@ class MoEBERT(TextRecipe):
     expert_hidden: int = option(128, "neurons of an expert; the paper: 768", low=1)
     share: int = option(85, "number of most important neurons that all experts have; the paper: 512", low=0)
     k: int = option(1, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
-    route: bool = option(True, "evaluate saturated trees along one path from the root instead of at every node")
+    route: bool = option(
+        True,
+        "comet: in evaluation, compute only the nodes on a token's path if every token takes one path in every tree",
+    )
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
     entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
@@ -84,7 +87,7 @@ class MoEBERT(TextRecipe):
     )
 
     def splits(self, data: Any) -> Splits:
-        """With --bert: windows of tokens, and numbers in [0, 1) that choose the tokens to mask, except in training."""
+        """With --bert: windows of tokens, and random numbers that choose the tokens to mask; training draws others."""
         if not self.bert:
             return super().splits(data)
         train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))
@@ -175,7 +178,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: masks the same tokens every time."""
+        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed masks the same tokens every time."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
@@ -203,7 +206,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _layer(self, dim: int, activation: str, counts: Tensor, steps: int) -> MoE:
-        """A layer of experts of the student, which trains for `steps` steps. counts: how often each token occurs."""
+        """A layer of the student. steps: the student's training steps. counts: occurrences of each training token."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
         experts = ExpertMLP(count, dim, self.expert_hidden, activation=activation, bias=True)
@@ -213,7 +216,7 @@ class MoEBERT(TextRecipe):
             gate = TreeGate(dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
-        if plus:  # renormalised, the only weight of topk would always be 1 and its gate would get no gradient
+        if plus:  # renormalising cancels the one weight of topk, so the task would not train its gate
             gate = PermutedGate(gate, LocalSearch(count, steps // 2, zeta=self.zeta, renormalise=kind != "topk"))
         return MoE(gate, experts, NonzeroWeights() if plus or kind == "comet" else None)
 
@@ -221,9 +224,11 @@ class MoEBERT(TextRecipe):
 class Pair(nn.Module):
     """A dense model, the teacher, and the student that is split from it; `forward` uses the student after the split.
 
-    Both are called as model(x, states) -> (logits, outputs of the layers of experts), and have the parameters outside
-    the feed-forward layers in the same order. student None: only the teacher trains.
-    teacher.feed_forwards() -> (fc1, fc2, activation) of each layer. share: number of neurons that all experts have.
+    teacher, student: model(x, states) -> (logits, outputs of the layers of experts); states is a list to which the
+        embedded tokens and every block's output are appended. The parameters outside the feed-forward layers are in
+        the same order in both. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer. student None: only the
+        teacher trains.
+    share: number of neurons that all experts have.
     """
 
     def __init__(self, teacher: Any, student: Any, share: int) -> None:
@@ -245,7 +250,7 @@ class Pair(nn.Module):
 
     @torch.no_grad()
     def fill(self, values: list[Tensor]) -> None:
-        """Copies the teacher into the student, its feed-forward layers split. values: importance (hidden) by layer."""
+        """Copies the teacher into the student, feed-forward layers split. values: importance (hidden) in each layer."""
         layers = self.teacher.feed_forwards()
         outside = (
             _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),
@@ -285,10 +290,10 @@ def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[T
 
 
 def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
-    """Tokens (B, S) with 15 % of the inner ones replaced by `mask`, and targets (B, S): those tokens, else IGNORED.
+    """Tokens (B, S), some replaced by `mask`, and targets (B, S): the token where it was replaced, else IGNORED.
 
-    draw (B, S - 2): a number for each token but the first and the last. The tokens with the smallest numbers of a
-    window are replaced, the same count in every window, at least one.
+    draw (B, S - 2): a number for each token but the first and the last of a window. In every window the tokens with the
+    smallest numbers are replaced: max(1, round(0.15 (S - 2))) tokens.
     """
     count = max(1, round(MASKED * draw.shape[1]))
     positions = 1 + draw.topk(count, largest=False).indices

@@ -1,12 +1,12 @@
 """Paper 001: gates and local search on MovieLens, two tasks, 16 experts (Table 1).
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
-cross-entropy) and 0.1 (rating, squared error over the rows that have one). "+" learns a permutation of the experts for
-5 epochs. The paper's training features are not public: without movielens_train.csv, the validation rows of the
-prepared files are the training set. "+untrained" is the control: the same schedule with fixed random scores instead of
-learned ones. The defaults are those of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and
-`study search` for its random search. Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).
-The defaults take some 10 minutes of a CPU core, with --rows 10000 less than one.
+cross-entropy) and 0.1 (rating, squared error over the rows that have one). Sides with "+" learn a permutation of the
+experts for 5 epochs. "+untrained" is their control: the scores of the permutation are random and fixed. The paper's
+training rows are not public: without movielens_train.csv, the validation rows of the paper's files are the training
+set. The defaults are those of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and `study search` for
+its random search. Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4). The defaults take
+some 10 minutes of a CPU core, with --rows 10000 less than one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ class MovieLens(Recipe):
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
     rows: int = option(200_000, "training rows, a fixed random choice; 0: all", low=0)
     experts: int = option(16, "experts that the tasks share", low=2, sweep=True)
-    k: int = option(2, "choices of a sparse gate, trees of the tree gate", low=1, sweep=True)
+    k: int = option(2, "choices of topk, selectors of dselect, trees of comet", low=1, sweep=True)
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
-    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate and DSelect-k", low=0, sweep=True)
+    entropy: float = option(1.0, "lambda, weight of the entropy of comet and dselect", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0, sweep=True)
     search_epochs: int = option(5, "epochs that learn the permutation", low=0)
     schedule: str = option("paper", "schedule of the permutation's temperature", choices=SCHEDULES)
     watched_weight: float = option(
         0.9, "alpha: weight of task watched; task rating has 1 - alpha", low=0, high=1, sweep=True
     )
-    route: bool = option(True, "evaluate saturated trees along one path from the root instead of at every node")
+    route: bool = option(
+        True,
+        "comet: in evaluation, compute only the nodes on a token's path if every token takes one path in every tree",
+    )
     embedding: int = option(128, "features of a user and of a movie; Books and Jester: 64", low=1)
     width: int = option(256, "width of an expert; Books and Jester: 128", low=1)
     dropout: float = option(0.5, "dropout of an expert's output", low=0, high=1)

@@ -45,19 +45,23 @@ class VMoE(Recipe):
     dim: int = option(96, "width of the model; paper 002: 192", low=1)
     depth: int = option(4, "blocks; both papers: 6 and more", low=1)
     heads: int = option(4, "heads of attention", low=1)
-    hidden: int = option(192, "hidden layer of an expert, and of a dense layer", low=1)
+    hidden: int = option(192, "neurons of an expert, and of a dense feed-forward layer", low=1)
     moe_every: int = option(
         0, "every n-th block has experts, counted from the last; 0: 1 in paper 002, 2 in paper 003", low=0
     )
     moe_layers: int = option(
-        -1, "at most so many of these blocks have experts, the last ones; -1: all in paper 002, 2 in paper 003", low=-1
+        -1,
+        "only the last so many of the blocks of --moe-every have experts; -1: all in paper 002, 2 in paper 003",
+        low=-1,
     )
     experts: int = option(8, "experts of a layer; E^3: of all members together; paper 002: 4", low=2, sweep=True)
     k: int = option(2, "choices a token of V-MoE, BPR and E^3; paper 002: 1", low=1, sweep=True)
     members: int = option(2, "members of E^3", low=2, sweep=True)
     group: int = option(8, "images whose tokens share the capacity; 0: all of a batch", low=0)
-    capacity: float = option(1.05, "capacity factor in training", low=0, sweep=True)
-    capacity_eval: float = option(1.05, "capacity factor in evaluation; bpr differs from vmoe at low factors", low=0)
+    capacity: float = option(1.05, "capacity factor of V-MoE, BPR and E^3 in training", low=0, sweep=True)
+    capacity_eval: float = option(
+        1.05, "capacity factor of V-MoE, BPR and E^3 in evaluation; bpr differs from vmoe at low factors", low=0
+    )
     balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
     inverse_cv: float = option(0.01, "weight of both inverse CV losses of softmax and sparsified (paper 002)", low=0)
@@ -197,7 +201,7 @@ class VMoE(Recipe):
 
 
 def _gates(outputs: list[MoEOutput], images: int) -> list[Tensor]:
-    """The gates (images, S, E) of every layer."""
+    """The gates (images, tokens of an image, E) of every layer."""
     return [out.gates[0].gates.unflatten(0, (images, -1)) for out in outputs]
 
 

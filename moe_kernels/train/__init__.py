@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         "--out", type=Path, help="folder for models, log, checkpoint, result and picture (default: none written)"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    parser.add_argument("--backend", choices=backends.NAMES, help="backend of all operations (default: the fastest)")
+    parser.add_argument(
+        "--backend", choices=backends.NAMES, help="backend of all operations (default: chosen automatically)"
+    )
     parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     parser.add_argument(
         "--threads",
@@ -85,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         "--expert-parallel",
         type=positive_int,
         metavar="N",
-        help="ranks that share one copy of the experts, under torchrun; others hold replicas (default: one process)",
+        help="ranks of torchrun that share one copy of the experts, a divisor of all ranks (default: one process)",
     )
     parser.add_argument(
         "--rank-timeout",
@@ -122,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # Entries of a relaxed permutation fall to 1e-40; CPUs are slow at such denormal numbers. With zeros
-            # instead, a step of MovieLens takes 140 ms, not 500.
+            # Entries of local search's soft permutation fall to 1e-40; CPUs are slow at such denormal numbers. With
+            # zeros instead, a step of recipe movielens takes 140 ms, not 500.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -193,7 +195,7 @@ def _flushes_denormals() -> bool:
 
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: Ranks | None) -> int:
     recipe, data = comparison.recipe, comparison.data
-    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # left out: _scale prints the numbers of samples and steps
+    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # left out, since _scale prints what they lead to
     options = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in scale}
     print(f"{args.recipe}: {settings(options)}")
     print(_scale(comparison))
@@ -246,7 +248,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
 
 
 def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[str, Agreement]:
-    """Runs the agreement check of every side, against one process on the reference; returns the results by side."""
+    """Checks the agreement of every variant with one process on the reference; returns the results by variant."""
     recipe, found = comparison.recipe, {}
     if ranks is None and backend == "reference":
         print("agreement: nothing to compare, since the backend is the reference itself\n")
@@ -284,7 +286,7 @@ def _scale(comparison: Comparison) -> str:
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)
     steps = recipe.steps or recipe.epochs * epoch
-    # A set of ratings may have more rows than --rows takes.
+    # --rows may take only some of the rows of a set of ratings.
     all_train = len(data.source.train[0]) if hasattr(data.source, "num_users") else train
     all_test = comparison.test_samples
     parts = [f"{train} training samples" + (f" of {all_train}" if all_train > train else "")]

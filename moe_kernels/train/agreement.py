@@ -20,17 +20,17 @@ from moe_kernels import backends
 from moe_kernels.train.loop import Run
 
 # Allowed difference of a loss, relative to max(1, |loss|), and of a gradient, relative to the model's largest gradient.
-# Backends may sum in different orders; one rounding of float32 is 6e-8, so a network may amplify it by a hundred.
-# Weights are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error
-# decides Adam's step.
+# Backends may sum in different orders. One rounding of float32 changes a number by up to 6e-8 of its value, and later
+# layers amplify the difference. Weights are not compared: where the exact gradient is 0, as for an attention's key
+# bias, the sign of a rounding error decides Adam's step.
 TOLERANCE = 1e-5
 
 # If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n),
 # n from N(0, 1), in at most PAIRS pairs. The two move the argument of a ReLU in opposite directions, so one of them can
-# cross a kink nearby. 4e-6 moves an argument some ten times as far as rounding does: four pairs miss few kinks.
+# cross a kink nearby. 4e-6 moves an argument some ten times as far as rounding does, so few such kinks are missed.
 PERTURBATION = 4e-6
 PAIRS = 4
-SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one element
+SLACK = 2.0  # allowed multiple of the largest jump: two kinks may change one number, each in another repetition
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Agreement:
 
 @dataclass
 class StepRecord:
-    """The routing before a training step, its loss and its gradients."""
+    """The routing of a batch before a training step, and the step's loss and gradients."""
 
     routing: list[Tensor]
     loss: Tensor
@@ -78,7 +78,8 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
     """Takes the same steps on the current backend and on the reference, and compares each of them.
 
     Every step starts from the weights and the optimiser's state of the run on the current backend. The routing may
-    differ only where that of the reference jumps; loss and gradients may differ by TOLERANCE and SLACK times the jumps.
+    differ only where that of the reference jumps; the loss and the gradients may differ by TOLERANCE plus SLACK times
+    the jumps.
     """
     with backends.use_backend("reference"):
         reference = make_reference()
@@ -109,7 +110,7 @@ def follow_agreement(fast: Run, steps: int) -> None:
 
 
 class Jumps:
-    """Largest change of every number of a reference step over its repetitions with perturbed weights."""
+    """For every number of a step on the reference: its largest change in the repetitions with perturbed weights."""
 
     def __init__(self, expected: StepRecord) -> None:
         self.expected, self.repeated = expected, 0
@@ -162,7 +163,7 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
     if not failed:
         exact = all(s.loss_error == 0 and s.gradient_error == 0 and not s.repeated for s in agreement.steps)
         at_jumps = sum(s.repeated > 0 for s in agreement.steps)
-        note = ", every bit the same" if exact else f", {at_jumps} of them across a kink or a tie" if at_jumps else ""
+        note = ", exactly equal" if exact else f", {at_jumps} of them across a kink or a tie" if at_jumps else ""
         print(f"{where}: passed, {len(agreement.steps)} steps{note}")
         return
     print(f"{where}: FAILED in {len(failed)} of {len(agreement.steps)} steps, first in step {failed[0].step}")

@@ -1,4 +1,4 @@
-"""Writes files completely or not at all, and reads checkpoints without running code."""
+"""Writes files completely or not at all, and reads checkpoints without running code that they contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def try_place(path: Path) -> None:
-    """Raises OSError if `write` could not write to `path`, before hours of training; an existing file stays."""
+    """Raises OSError if `path` is a folder, or if no file can be made in its folder, which is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -38,7 +38,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def save_tensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state`, such as a state dict, completely or not at all. Tensors among its values move to the CPU."""
+    """Writes `state`, such as a state dict, completely or not at all; its direct tensor values become CPU tensors."""
     plain = {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     with _atomic(path) as file:
         torch.save(plain, file)

@@ -129,7 +129,10 @@ class Comparison:
         tick: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """Trains these runs in turns, so that a change in the machine's speed affects all of them."""
+        """Trains these runs in turns, so that a change in the machine's speed affects all of them.
+
+        runs: key -> (side, recipe, data, stage "tune" or "final").
+        """
         for key, (_, recipe, data, _) in runs.items():
             if key not in self.done:
                 self.live[key] = self.make(recipe, recipe.seed, data)

@@ -44,7 +44,7 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            # Adjacent copies of each image: the number of members of an ensemble, else 1.
+            # An ensemble copies every image once for each member; the copies are adjacent.
             members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]
@@ -66,7 +66,7 @@ def _dense(layer: Routing) -> bool:
 
 
 def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -> bool:
-    """Draws a row for each layer: each expert's map of the patches, then one of classes. False without matplotlib."""
+    """Draws a row for each layer: every expert's map of patches, then one map of classes. False without matplotlib."""
     experts, class_width = len(maps[0].positions), 4
     largest = max(float(each.max()) for layer in maps for each in (layer.positions, layer.classes))
 
