@@ -21,7 +21,7 @@ from moe_kernels.recipes._comet import CometImages
 
 @dataclass(frozen=True)
 class CometViT(CometImages):
-    """Sides: standard (dense) and comet, from the same weights, except the head's with router_input "embedding"."""
+    """Sides: standard (dense) and comet. Initial weights are equal, except the head's with router_input "embedding"."""
 
     epochs: int = option(200, "passes over the training set", low=0)
     lr: float = option(1e-4, "learning rate of Adam, falling along a cosine", low=0)

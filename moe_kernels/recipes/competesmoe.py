@@ -80,8 +80,8 @@ class CompeteSMoE(TextRecipe):
     balance: float = option(0.0, "weight of the balance loss of smoe and switch; the paper has none", low=0, sweep=True)
     xmoe_score: str = option(
         "learned",
-        "score of xmoe: learned (a normalisation layer and a learnable temperature, as in the paper), code (as in the "
-        "published code), or cosine",
+        "score of xmoe: cosine; learned (cosine after a normalisation layer, with a learnable temperature, as in the "
+        "paper); code (as in the published code)",
         choices=("learned", "code", "cosine"),
     )
     consistency: float = option(1.0, "alpha, weight of THOR's consistency loss", low=0)

@@ -62,7 +62,7 @@ class VMoE(Recipe):
     capacity_eval: float = option(
         1.05, "capacity factor of V-MoE, BPR and E^3 in evaluation; bpr differs from vmoe at low factors", low=0
     )
-    balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE and E^3", low=0)
+    balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE, BPR and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
     inverse_cv: float = option(0.01, "weight of both inverse CV losses of softmax and sparsified (paper 002)", low=0)
     expert_dropout: float = option(

@@ -45,7 +45,7 @@ class Step:
     loss: float
     reference_loss: float
     loss_error: float
-    gradient_error: float  # largest of all parameters, over the largest gradient of the model
+    gradient_error: float  # largest error in any gradient, over the largest absolute number in any of the reference
     repeated: int = 0  # repetitions of the reference with perturbed weights; 0: the backends agreed without any
 
     @property
@@ -119,7 +119,7 @@ class Jumps:
         self.gradients = [None if each is None else torch.zeros_like(each) for each in expected.gradients]
 
     def widen(self, other: StepRecord) -> None:
-        """Adds the changes of one repetition."""
+        """Includes the changes of one repetition."""
         self.repeated += 1
         for changed, new, old in zip(self.routing, other.routing, self.expected.routing, strict=True):
             changed |= new != old

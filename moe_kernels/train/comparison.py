@@ -224,9 +224,9 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
 def parts(data: Splits, recipe: Recipe) -> Splits:
     """The parts of the data that a run uses. Test and validation set have at most `eval_rows` samples.
 
-    choose="best" and `patience` need a validation set. If the data have none, a tenth of the training set is taken,
-    unless there are fewer than 10 training samples. Without need, the validation set is None. eval_rows 0 stands for
-    the number of training samples.
+    Only choose="best" and `patience` use a validation set; without both it is None. If the data have none, a tenth of
+    the training set is taken, unless there are fewer than 10 training samples. eval_rows 0 stands for the number of
+    training samples.
     """
     validate = recipe.choose == "best" or recipe.patience > 0
     if validate and data.valid is None and len(data.train[0]) >= 10:
