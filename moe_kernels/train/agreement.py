@@ -45,7 +45,7 @@ class Step:
     loss: float
     reference_loss: float
     loss_error: float
-    gradient_error: float  # largest error in any gradient, over the largest absolute number in any of the reference
+    gradient_error: float  # largest error in any gradient, over the largest absolute value in the reference's gradients
     repeated: int = 0  # repetitions of the reference with perturbed weights; 0: the backends agreed without any
 
     @property
