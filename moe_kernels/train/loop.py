@@ -1,7 +1,7 @@
 """One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
-The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and every run has a random
-state of its own. So runs that alternate, or stop and continue, give the same results as alone.
+The batches of an epoch are blocks of a permutation that is drawn from seed and epoch, and every run has a random state
+of its own. So a run that alternates with other runs, or stops and continues, gives the same results as a run alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_kernels.nn.gates import CompetitionGate
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
-Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
+Row = dict[str, float]  # one evaluation: step, epoch, losses, measures, routing, seconds of a step
 LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part without regularisers
 
 
@@ -32,7 +32,7 @@ def routing_columns(unit: str) -> tuple[str, ...]:
 
 
 class Random:
-    """The random state of one run, on the CPU and on the run's device; inside `use` torch draws from it."""
+    """A random state of torch for the CPU and, with a CUDA `device`, for that GPU. Inside `use` torch draws from it."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -66,7 +66,10 @@ class Random:
 
 @dataclass(frozen=True)
 class SeededDraw:
-    """Replaces a competition gate's `rate`: 1 with probability rate, else 0, drawn from seed, layer and step alone."""
+    """Replaces the `rate` of a competition gate: decides from seed, layer and step whether the experts compete.
+
+    Returns 1 with the probability `rate` (if that is a function: `rate(step)`), else 0.
+    """
 
     rate: float | Callable[[int], float]
     seed: int
@@ -79,7 +82,7 @@ class SeededDraw:
 
 
 def seed_competitions(model: nn.Module, seed: int) -> None:
-    """Makes the steps in which a competition gate competes depend only on seed, layer and step."""
+    """Replaces the `rate` of every competition gate by a SeededDraw."""
     for layer, module in enumerate(model.modules()):
         if isinstance(module, CompetitionGate):
             module.rate = SeededDraw(module.rate, seed, layer)
@@ -99,7 +102,7 @@ class Run:
     parameters: int = 0
     best: dict[str, Any] | None = None  # the model's state dict on the CPU at evaluation `chosen`, if `validates`
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
-    terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers over its steps
+    terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before
 
     def __post_init__(self) -> None:
         self.device = self.data.train[0].device
@@ -109,7 +112,7 @@ class Run:
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         seed_competitions(self.task.model, self.seed)
         self.setup_seconds = time.perf_counter() - started
-        # Counted before the first step: a later phase may freeze some parameters.
+        # Counted before the first step, since before_step may freeze parameters.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -183,7 +186,7 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluation must not change training
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # keeps training's random numbers
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -192,12 +195,12 @@ class Run:
 
     @property
     def validates(self) -> bool:
-        """Whether evaluations use the validation part."""
+        """Whether evaluations use the validation part in addition to the test set."""
         return self.data.valid is not None and (self.recipe.choose == "best" or self.recipe.patience > 0)
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: with choose="best" and a validation part the first best on it, else the last."""
+        """Index of the row to report: the last. With choose="best" and a validation part: the first that is best there."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
@@ -205,7 +208,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last `patience` evaluations were no better on the validation part than an earlier one."""
+        """Whether the last `patience` evaluations were no better on the validation part than the best before them."""
         since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
         return 0 < self.recipe.patience <= since_best
 
@@ -216,7 +219,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Measures of validation part ("valid ..") and test set ("test .."), and the test set's routing statistics."""
+        """Measures "test NAME", the test set's routing statistics and, if `validates`, measures "valid NAME"."""
         row: Row = {}
         self.task.model.eval()
         if self.validates:
@@ -251,12 +254,13 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        A multiply-add is two FLOPs. Experts count only rows routed to them, as paper 001 does in Table 6.
-        known: use stored parts such as frozen masks of test samples; else the samples count as new.
+        A multiply-add is two FLOPs. Experts count the rows that are routed to them, as in paper 001's Table 6; but the
+        fused expert_mlp counts all rows of its plan.
+        known: whether to predict with what is stored for test samples, such as frozen masks.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's counter
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
         formulas = {torch.ops.moe_kernels.grouped_gemm_fwd: _grouped_gemm_flops, attention: _attention_flops}
         counter = FlopCounterMode(display=False, custom_mapping=formulas)
         with self.random.use(), torch.no_grad(), counter:
@@ -312,18 +316,20 @@ def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any
 
 
 def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of a grouped GEMM on the rows in use; its registered formula takes only shapes and counts all rows."""
+    """FLOPs for the rows in use. The operation's registered formula sees only shapes, so it counts all rows."""
     return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
 
 
-setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 pass tensors, not shapes; mypy rejects the attribute
+setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 torch passes tensors, not shapes; mypy rejects an assignment
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Probability that a positive scores higher than a negative; equal scores count half. NaN without either.
+    """Probability that a positive scores higher than a negative; equal scores count half.
 
-    (sum of the positives' ranks - P (P + 1) / 2) / (P N) for P positives and N negatives; ranks count from 1, and equal
-    scores get their mean rank.
+    NaN if there are no positives or no negatives.
+
+    For P positives and N negatives it is (sum of the positives' ranks - P (P + 1) / 2) / (P N); ranks count from 1, and
+    equal scores get their mean rank.
     """
     _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
@@ -339,7 +345,7 @@ class RoutingStatistics:
     """Routing statistics of all layers over the batches of an evaluation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.used: list[Utilisation] = []  # by layer, as layers may differ in their number of samples
+        self.used: list[Utilisation] = []  # one for each layer: layers may differ in their number of samples
         self.entropy: list[Tensor] = []  # by layer, summed over its samples
         self.routed: list[int] = []  # by layer: number of samples for which the router has a distribution
         self.device, self.unit = device, "experts"
@@ -359,8 +365,9 @@ class RoutingStatistics:
         """The values of `routing_columns`, from all layers; a sample is a token if tokens are routed.
 
         Experts or neurons that a sample uses (mean over samples and layers); least and largest share of the samples
-        that use an expert or neuron; number of experts or neurons that no sample uses; mean entropy of the routers in
-        nats, NaN without routers. If several layers have a router, also the entropy of each. {} if nothing was routed.
+        that use an expert or neuron; number of experts or neurons that no sample uses, over all layers; mean entropy of
+        the routers' distributions in nats, NaN without any. If several layers have distributions, also the entropy of
+        each. {} if nothing was routed.
         """
         if not self.used:
             return {}

@@ -28,7 +28,7 @@ def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, colu
 
 
 def save(canvas: Any, path: Path) -> None:
-    """Writes the canvas to another file and then renames it to `path`: after an interruption the old file is there."""
+    """Writes the canvas to another file and then renames it, so that an interruption leaves the old file at `path`."""
     part = path.with_name(f"part-{path.name}")
     canvas.savefig(part, dpi=120)
     part.replace(path)

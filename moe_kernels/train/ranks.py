@@ -2,11 +2,12 @@
 
 Every rank builds the same task, keeps its share of the experts, and takes a part of every training batch. Gradients are
 means over ranks, weighted by samples. Every rank evaluates the whole test set. Only rank 0 prints the results, and
-only its files are kept. A checkpoint has unsharded tensors; any number of ranks, or one process, can read it.
+only rank 0's files are kept. A checkpoint has unsharded tensors, so one process or another number of ranks can continue
+from it.
 
-Random numbers: rank 0 draws from the run's random state, as one process does; every other rank has another random state
-for each step. Whether the experts of a competition gate compete depends only on seed, layer and step, so all ranks and
-one process agree.
+Random numbers: rank 0 draws from the run's random state, as one process does; for every other rank, rank, step and seed
+give a new random state in each step. Whether the experts of a competition gate compete is drawn from seed, layer and
+step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -69,10 +70,13 @@ class Ranks:
 
 @contextmanager
 def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iterator[Ranks]:
-    """Joins the ranks that torchrun started. timeout: seconds that a rank waits for the others; None: torch's default.
+    """Connects this process, a rank that torchrun started, with the other ranks.
+
+    expert_parallel: number of ranks that share the experts ("ep" of the mesh).
+    timeout: seconds that a rank waits for the others; None: torch's default.
 
     Raises:
-        ValueError: not started by torchrun, or expert_parallel does not divide the ranks.
+        ValueError: not started by torchrun, or expert_parallel does not divide the number of ranks.
         RuntimeError: a rank did not join in time.
     """
     if any(name not in os.environ for name in VARIABLES):
@@ -89,7 +93,7 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number / the mean number of samples of a rank.
+    """A rank's samples of a batch, and a weight: the number of these samples, over the mean number for all ranks.
 
     A rank without samples gets the first sample of the batch with weight 0.
     """
@@ -150,7 +154,7 @@ class ParallelRun(Run):
     def state(self) -> dict[str, Any]:
         state = _gather(super().state())
         for group, flags in zip(state["optimiser"]["param_groups"], self._flags, strict=True):
-            group.update(flags)  # the values before _disable_fused; one process needs them
+            group.update(flags)  # the values before _disable_fused, for a run of one process
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -168,7 +172,7 @@ class ParallelRun(Run):
         _disable_fused(self._groups)
 
     def _routing(self, batch: Batch) -> Sequence[Routing]:
-        """The routing of the batch: that of every rank's `part`, one after the other."""
+        """The routing of the batch: every rank routes its `part`, and the results are concatenated."""
         own, _ = part(batch, self.ranks.rank, self.ranks.size)
         found = []
         with rank_random(self, self.ranks.rank):
@@ -182,7 +186,7 @@ class ParallelRun(Run):
 
 @dataclass
 class SerialRun(Run):
-    """One process that computes what `parts` ranks compute, one after the other; ParallelRun must agree with it."""
+    """One process that computes, one after the other, what `parts` ranks compute: the reference for ParallelRun."""
 
     parts: int = 1
 
@@ -215,14 +219,14 @@ class SerialRun(Run):
 
 
 def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, torch draws a rank's numbers for the run's next step; rank 0 draws from the current state."""
+    """Inside the block torch has a random state from rank, step and seed; for rank 0 the block changes nothing."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Averages gradients: of sharded experts over "dp", of others over all ranks.
+    """Averages gradients over ranks: those of sharded experts over "dp", those of other parameters over all ranks.
 
-    A rank without a gradient that another rank has counts it as 0.
+    If only some ranks have a gradient of a parameter, it is 0 on the others.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -260,7 +264,7 @@ def _shard(task: Task, mesh: DeviceMesh) -> None:
 
 
 def _disable_fused(groups: list[dict[str, Any]]) -> None:
-    """Turns off the fused and foreach modes of optimisers, which reject DTensors beside other parameters."""
+    """Turns off an optimiser's fused and foreach modes, which reject groups of DTensors and plain tensors."""
     for group in groups:
         group.update(fused=False, foreach=False)
 
@@ -275,7 +279,7 @@ def _gather(value: Any) -> Any:
 
 
 def _shard_like(own: Any, value: Any) -> Any:
-    """The unsharded tensor `value`, sharded like `own`."""
+    """`value`, sharded like `own` if `own` is a DTensor and `value` an unsharded tensor."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor):
         return value
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

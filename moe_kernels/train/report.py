@@ -1,4 +1,4 @@
-"""The results of a run: log.csv, result.json, a table and a picture."""
+"""The results of a comparison of sides: text of log.csv, JSON files, tables and a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class History:
     flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"
     chosen: int = -1  # index of the row to report
-    terms: list[Row] = field(default_factory=list)  # for every row: regularisers of the loss
+    terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before
 
     @property
     def result(self) -> Row:
@@ -49,10 +49,10 @@ class Summary:
     metric: tuple[float, float]
     curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
     loss: tuple[float, float]  # training loss of the task, without regularisers
-    seconds: float  # median over seeds and evaluations of the seconds of a step
-    flops: float
+    seconds: float  # of a step: median over seeds and evaluations of the mean since the evaluation before
+    flops: float  # of a prediction for one sample
     routing: dict[str, float] = field(default_factory=dict)
-    flops_known: float = math.nan  # with stored masks
+    flops_known: float = math.nan  # with stored frozen masks
     unit: str = "experts"
     regularisers: dict[str, float] = field(default_factory=dict)  # means over the seeds
     parameters: int = 0
@@ -98,9 +98,9 @@ def task_loss(row: Row) -> float:
 
 
 def tables(summaries: Sequence[Summary], metric: str) -> str:
-    """Two tables with a row for each side: metric, losses and time; routing, parameters and FLOPs."""
+    """Two tables with a row for each side: metric, training loss and time; routing, parameters and FLOPs."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # "": none, or units differ and every count names its own
+    unit = units.pop() if len(units) == 1 else ""  # "": no routing, or sides differ; then each count names its unit
     stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     learned, costs = [], []
     for each in summaries:
@@ -120,11 +120,11 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
 
 
 def legend(summaries: Sequence[Summary]) -> str:
-    """The meaning of the columns of `tables`, and the regularisers of every side."""
+    """The meaning of columns of `tables`, and the regularisers of each side that has some."""
     lines = [
-        "Mean ± spread over the seeds. Load: share of the test samples (or their tokens) that use an expert or neuron;",
-        "dead: experts or neurons that no sample uses; entropy of the routers in nats. FLOPs of one prediction, by",
-        "torch's counter; the time of a step is a median.",
+        "Mean ± standard deviation over the seeds. experts, neurons or used: mean number that a test sample or token",
+        "uses; load: share of the samples or tokens that use an expert or neuron; dead: number that none uses; entropy",
+        "of the routers in nats. FLOPs of one prediction, by torch's counter; the time of a step is a median.",
     ]
     for each in summaries:
         if each.regularisers:
@@ -155,7 +155,10 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """Draws metric and task's training loss by side and step, with ranges over seeds; False without matplotlib."""
+    """Draws the metric and the training loss by step: for each side a line, the mean over the seeds, and their range.
+
+    Returns False, and draws nothing, without matplotlib.
+    """
     final = [each for each in histories if each.stage == "final"]
     has_task_loss = any(name in row for each in final for row in each.rows for name in ("task", "text"))
     training = "training loss of the task" if has_task_loss else "training loss"
@@ -170,7 +173,7 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
                     for i in range(min(map(len, runs)))
                 ]
                 steps = [row["step"] for row in runs[0]][: len(columns)]
-                colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]  # there are ten colours
+                colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]  # matplotlib has C0 to C9
                 means = [sum(column) / len(column) for column in columns]
                 axis.plot(steps, means, label=side, color=colour, linestyle=line, marker=".")
                 axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2)
@@ -185,7 +188,7 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the sample standard deviation or NaN if there is one value."""
+    """The mean, and the sample standard deviation (NaN for a single value)."""
     mean = sum(values) / len(values)
     squares = sum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else math.nan

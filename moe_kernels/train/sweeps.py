@@ -14,7 +14,10 @@ from moe_kernels.train.report import Summary, with_spread
 
 
 def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
-    """A table for each swept option: a column for each value, a row for each combination of side and other options."""
+    """A table for each swept option: mean and spread of the metric over the seeds.
+
+    A table has a column for each value of the option, and a row for each combination of side and other swept options.
+    """
     found = []
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
@@ -25,9 +28,9 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 
 
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
-    """Draws a panel for each swept option, with a line for each combination of side and other options.
+    """Draws a panel for each swept option, with a line for each combination of side and other swept options.
 
-    Bars show the spread over the seeds. False, and nothing is drawn, without swept options or without matplotlib.
+    Bars show the spread over the seeds. Returns False, and draws nothing, without swept options or without matplotlib.
     """
     swept = recipe.swept()
 
@@ -46,7 +49,7 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], titl
 
 
 def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[float, float, float]]]:
-    """For each combination of side and other options, points: value of `option`, mean and spread of the metric."""
+    """For each combination of side and other swept options, points (value of `option`, mean, spread) of the metric."""
     by_name = {each.side: each for each in summaries}
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for name, variant in recipe.variants().items():

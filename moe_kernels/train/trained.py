@@ -1,6 +1,6 @@
-"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json recipe, options and data set.
+"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json what `load_model` builds it from.
 
-SIDE is one of the models that the recipe compares.
+SIDE names one of the models that the recipe compares, with the values of swept options if there are any.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from moe_kernels.train.loop import Run
 class Trained:
     """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
-    recipe: the recipe with its options. data: a data set of the same kind, with zeros for samples; its `classes`
-    (images) or `vocabulary` (bytes of text) names the columns of a prediction, except for `moebert --bert`.
+    recipe: the recipe with its options.
+    data: the data set with zeros in place of its samples. Its `classes` (images) or `vocabulary` (text, as bytes) names
+        the columns of a prediction; but `moebert --bert` predicts BERT's tokens.
     """
 
     recipe: Recipe
@@ -44,7 +45,7 @@ class Trained:
         Images (B, C * H * W), as moe_kernels.data gives them -> logits or log probabilities (B, classes).
         Tokens (B, S) -> logits (B, S, vocabulary).
         Users (B,) and movies (B,) -> (logit of watching (B,), rating (B,)).
-        Rows of a table (B, inputs) -> outputs (B, 1), scaled as in the data set.
+        Rows of a table (B, inputs) -> the one output that the recipe learns (B, 1), scaled as in the data set.
         """
         assert self.task.predict is not None
         self.model.eval()
@@ -52,7 +53,7 @@ class Trained:
 
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model at evaluation `run.chosen`, and its .json; returns the path of the state dict."""
+    """Writes the model at evaluation `run.chosen` to model-NAME.pt and model-NAME.json; returns the path of the .pt."""
     best = run.best if run.validates and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
@@ -72,9 +73,9 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
     """The model that `train --out` wrote to `path`, model-SIDE-SEED.pt, ready to predict.
 
     Raises:
-        ValueError: a missing or damaged file, other contents than torch.load with weights_only reads, or tensors that
-            do not fit the model of the .json file.
-        ImportError: a model of BERT without transformers installed.
+        ValueError: a file is missing or damaged, the .pt holds more than torch.load(weights_only=True) reads, or its
+            tensors do not fit the model of the .json.
+        ImportError: the model is made from BERT, and transformers is not installed.
     """
     path = Path(path)
     json_path = path.with_suffix(".json")
