@@ -1,12 +1,16 @@
-"""The papers' data sets, read from the files in which they are published, and scikit-learn's digits.
+"""Data sets from files (those of the papers, other images and other texts), and scikit-learn's digits.
 
 Nothing is downloaded, and no file can run code: the reader of pickles accepts only arrays of bytes, numbers, strings
 and plain containers.
 
-`load` returns one of four kinds. Images: float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1,
-the public COMET code's Normalize(0.5, 0.5)), and labels int64 (n,). Text: uint8 indices into the bytes of its
-vocabulary. Table: x and y, float32. Ratings: rows of user, movie, watched and rating. `multi_mnist` and `celeba` return
-TaskImages: uint8 images with several labels each.
+`load` returns one of four kinds:
+    Images: float32 (n, C * H * W), channels first, in [-1, 1], and labels int64 (n,). A pixel becomes
+        2 * pixel / largest - 1, as by Normalize(0.5, 0.5) in the public COMET code; largest is 255, for digits 16.
+    Text: uint8 indices into the bytes of its vocabulary.
+    Table: x and y, float32.
+    Ratings: columns user, movie, watched and rating.
+
+`multi_mnist` and `celeba` return TaskImages: uint8 images with several labels each.
 """
 
 from __future__ import annotations
@@ -82,8 +86,8 @@ def load(name_or_path: str | Path) -> Dataset:
                             names without .bin; also in the folder's cifar-10-batches-bin and -py
                 CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels; also in
                             the folder's cifar-100-binary and -python
-                SVHN        train_32x32.mat and test_32x32.mat, and extra_32x32.mat for more training images
-                MNIST and SVHN, if both are in the folder, become one set as in paper 001: see data.svhn
+                SVHN        train_32x32.mat and test_32x32.mat; optionally extra_32x32.mat, more training images
+                MNIST and SVHN, if both are in the folder, become one set as in paper 001: see svhn.load_with_mnist
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
                 MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv (or _train)
@@ -91,8 +95,8 @@ def load(name_or_path: str | Path) -> Dataset:
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext
-            a file      of samples: it stands for its set, whatever else is in the folder; any other .txt or .txt.gz is
-                        text: 90 % to train, 5 % to validate, 5 % to test
+            a file      one with samples of a set above: that set, whatever else is in the folder; any other .txt or
+                        .txt.gz: a text of which 90 % train, 5 % validate and 5 % test
 
     Raises:
         ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.

@@ -1,6 +1,6 @@
 """Reads files of unknown origin: returns the whole content, or raises an error with the reason.
 
-No file can run code. `read` limits the size of a file, `matlab` does not.
+No file can run code. `read` limits the size of the content, `matlab` does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 GZIP = b"\x1f\x8b"
-LIMIT = 1 << 31  # bytes of a file, of an archive's content, or of the pixels of an .npz of JPEGs
+LIMIT = 1 << 31  # most bytes of a file, of what it unpacks to, and of the decoded JPEGs of an .npz
 
 Kind = TypeVar("Kind", bound="Tensors")
 
@@ -37,10 +37,11 @@ class Tensors:
 
 
 def read(file: Path) -> bytes:
-    """The content of a file, of a .gz, or of the one file in a .zip.
+    """The content of a file; for a .gz or a .zip with one file in it, the unpacked content.
 
     Raises:
         ValueError: a damaged archive, a .zip of no or several files, a gzip file not called .gz, more than LIMIT bytes.
+        OSError: the file cannot be opened.
     """
     with file.open("rb") as opened:
         try:
@@ -129,11 +130,11 @@ class _Dtype:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Ignores byte order and fields: arrays of bytes have neither."""
+        """Ignores byte order and fields, which arrays of bytes do not have."""
 
 
 class _Array:
-    """Replaces numpy.ndarray; stores only bytes that are in the pickle. A numpy.ndarray could have any size."""
+    """Replaces numpy.ndarray, which would allocate whatever size the pickle names; stores only bytes of the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, self.fortran, content = state
@@ -170,7 +171,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return _Dtype
         if module in {"numpy.core.multiarray", "numpy._core.multiarray"} and name == "_reconstruct":
             return lambda kind, shape, code: _Array()  # __setstate__ fills it
-        if (module, name) == ("_codecs", "encode"):  # Python 3 writes bytes as this call in protocol 2
+        if (module, name) == ("_codecs", "encode"):  # in protocol 2, Python 3 writes bytes as this call
             return _latin1
         raise pickle.UnpicklingError(f"it contains {module}.{name}, which a batch of images does not need")
 

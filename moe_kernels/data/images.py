@@ -17,14 +17,14 @@ from torch import Tensor
 from moe_kernels.data.files import LIMIT, Tensors, as_bytes, import_optional, read
 
 DIGITS_SEED = 0  # draws the split into training and test images
-LARGEST = 1024  # most pixels of a JPEG's side: a small file can declare a huge picture
+LARGEST = 1024  # most pixels on a side of a JPEG, since a small file can declare a huge picture
 
 IDX_NAME = re.compile(r"(train|t10k)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
 
 
 @dataclass(frozen=True)
 class Images(Tensors):
-    """Images float32 (n, C * H * W) in [-1, 1], labels int64 (n,) into `classes`; image_shape is (C, H, W)."""
+    """Images float32 (n, C * H * W) in [-1, 1], labels int64 (n,), indices into `classes`; image_shape is (C, H, W)."""
 
     name: str
     train_x: Tensor
@@ -78,7 +78,7 @@ def mnist_bytes(folder: Path) -> list[Tensor]:
 
 
 def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
-    """The data of an IDX file, uint8. The file: two zero bytes, 8, the rank, the sizes in 4 bytes each, the data."""
+    """The data of an IDX file, uint8. The file: bytes 0, 0, 8 and the rank; big-endian uint32 sizes; the data."""
     files = [
         file
         for file in sorted(folder.iterdir())
@@ -127,7 +127,7 @@ def jpegs(file: Path) -> Images:
 
 
 def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
-    """One-dimensional arrays of an .npz. kinds: name -> allowed letters of dtype.kind. Nothing is unpickled."""
+    """name -> one-dimensional array of an .npz. kinds: name -> allowed letters of dtype.kind. Nothing is unpickled."""
     numpy = import_optional("numpy", "numpy")
     try:
         with zipfile.ZipFile(file) as archive:
@@ -147,7 +147,7 @@ def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
 
 
 def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
-    """uint8 (n, 3, height, width): image i is the JPEG in content[offsets[i] : offsets[i + 1]]; all have one size."""
+    """uint8 (n, 3, height, width): image i is the JPEG content[offsets[i] : offsets[i + 1]]. All must have one size."""
     image = import_optional("PIL.Image", "Pillow")
     count, pixels = len(offsets) - 1, torch.empty(0, dtype=torch.uint8)
     for i in range(count):
@@ -169,7 +169,10 @@ def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
 
 
 def from_bytes(name: str, parts: list[Tensor], classes: tuple[str, ...], image_shape: tuple[int, ...]) -> Images:
-    """Images from pixels uint8 and labels of whole numbers. parts: train_x, train_y, test_x, test_y."""
+    """Images from parts train_x, train_y, test_x, test_y: pixels uint8, and labels of any integer dtype.
+
+    ValueError if a label is not from 0 to len(classes) - 1.
+    """
     for y in parts[1::2]:
         if int(y.min()) < 0 or int(y.max()) >= len(classes):
             raise ValueError(

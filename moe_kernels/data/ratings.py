@@ -1,4 +1,4 @@
-"""MovieLens: movies that users watched and how they rated them, for the two tasks of paper 001."""
+"""`Ratings`, the kind of data set, and MovieLens: who watched which movie, and the rating (two tasks of paper 001)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
-MAX_IDS = 1_000_000  # limit of users and of movies: the largest id sets the size of an embedding
+MAX_IDS = 1_000_000  # most users and most movies of MovieLens: the largest id sets the size of an embedding
 SEED = 0  # draws the unwatched items and the test rows of ratings.dat, Jester and Books
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
@@ -40,7 +40,7 @@ class Ratings(Tensors):
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """(kind, place) of the set with this file, place ratings.dat or folder/movielens_*; None if it is neither."""
+    """(kind, place) of the file's set, or None. place: ratings.dat or folder/movielens_*."""
     if file.name == "ratings.dat":
         return "MovieLens", file
     return ("MovieLens, prepared", file.parent / "movielens_*") if _PREPARED.fullmatch(file.name) else None
@@ -72,8 +72,8 @@ def _prepared(file: Path) -> Tensor:
 def load_published(file: Path) -> Ratings:
     """GroupLens' ratings.dat of MovieLens-1M: UserID::MovieID::Rating::Timestamp, ids from 1.
 
-    Prepared as in paper 001: for every rating a row is added with a random movie that the user did not watch, watched 0
-    and rating 0. A fixed random tenth of the rows is the test set.
+    Prepared as in paper 001: for every rating a row is added with a random movie that the user did not rate, watched 0
+    and rating 0. A fixed random tenth of all rows is the test set.
     """
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1
@@ -82,8 +82,10 @@ def load_published(file: Path) -> Ratings:
 
 
 def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tensor) -> Ratings:
-    """The given rows, ids from 0, and for each of them a row with a random item that its user did not rate, watched 0
-    and rating 0. A fixed random tenth of all rows is the test set."""
+    """Adds to every row a row with a random item that the user did not rate, watched 0 and rating 0. Ids are from 0.
+
+    A fixed random tenth of all rows is the test set.
+    """
     generator = torch.Generator().manual_seed(SEED)
     unwatched = _draw_unwatched(file, user, movie, generator)
     order = torch.randperm(2 * len(user), generator=generator)
@@ -114,9 +116,10 @@ def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Ge
 
 
 def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int, first_id: int, rest: str) -> Tensor:
-    """The rows; ValueError if there are none, some are `wrong`, or an id is not in [0, MAX_IDS).
+    """The rows; ValueError if there are none, any is `wrong`, or an id is not in [0, MAX_IDS).
 
-    first_line, first_id: numbers of the first line and the first id in the file. rest: names the columns after the ids.
+    For the message: first_line is the number of the first row's line, first_id the number in the file of id 0, and
+    rest says what is expected after the ids.
     """
     expected = f"rows of a user and a movie from {first_id} to {MAX_IDS - 1 + first_id}, {rest}"
     if len(rows) == 0:

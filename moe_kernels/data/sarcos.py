@@ -38,7 +38,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 def load(place: Path) -> Table:
     """sarcos_inv.mat (44,484 rows) and sarcos_inv_test.mat (4,449) in `place`.
 
-    Columns: 7 positions, 7 velocities, 7 accelerations, 7 torques.
+    Columns: 7 positions, 7 velocities and 7 accelerations are the inputs, 7 torques the outputs.
     """
     train, test = (_read(place / name, key) for name, key in NAMES.values())
     mean, spread = train.mean(0), train.std(0, unbiased=False)

@@ -14,10 +14,10 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, as_bytes, import_optional, read
 from moe_kernels.data.images import LARGEST, mnist_bytes
 
-SHIFT = 8  # pixels, in both directions, between the corners of MultiMNIST's two images: each image is 4 off centre
+SHIFT = 8  # pixels from one image's corner to the other's in MultiMNIST, both across and down
 SEED = 0  # draws the pairs of images and the split of MultiMNIST
-# The paper does not say to what size it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a gate
-# on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
+# The paper does not say to what size it scales CelebA's images of 178 x 218 pixels. At 112 x 112, six of the paper's
+# experts (convolutions without padding) and a gate on the pixels take 22.03 MFLOPs an image; Table 6 has 22.02.
 CELEBA_SIZE = 112
 
 
@@ -46,7 +46,7 @@ def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     code has no limit). Five sixths of the training images train, the others validate. MNIST gives 100,000 overlaid
     images to train, 20,000 to validate and 20,000 to test.
 
-    Tasks: the label of the image at the top left, and of the one at the bottom right.
+    Tasks: the label of the image at the top left, and that of the image at the bottom right.
     """
     train_x, train_y, *test = mnist_bytes(Path(folder))
     generator = torch.Generator().manual_seed(seed)
@@ -76,11 +76,11 @@ def _overlaid(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
     """CelebA with its 40 attributes: list_attr_celeba.txt, list_eval_partition.txt and img_align_celeba/*.jpg.
 
-    Images are scaled to size x size; at 112 the whole set has 7.6 GB of pixels. The paper uses ten attributes and does
-    not name them: choose columns of y by `tasks`.
+    Images are scaled to size x size; at 112 the whole set has 7.6 GB of pixels. A label is 1 if the image has the
+    attribute, else 0. The paper uses ten attributes and does not name them: choose columns of y by `tasks`.
 
     Raises:
-        ValueError: a file is missing or damaged, the two lists name different images, or a part has no image.
+        ValueError: a file is missing or damaged, the two lists name different images, or a part has no images.
         ImportError: Pillow, which reads the JPEGs, is missing: pip install moe_kernels[bench].
     """
     place = Path(folder)

@@ -200,7 +200,7 @@ class Run:
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: the last. With choose="best" and a validation part: the first that is best there."""
+        """Index of the row to report: the last, or with choose="best" the first that is best on the validation part."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
