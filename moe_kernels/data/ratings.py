@@ -20,7 +20,7 @@ _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 
 @dataclass(frozen=True)
 class Ratings(Tensors):
-    """train and test are (user, movie, watched, rating): int64 ids (n,), and float32 (n,), watched 0 or 1.
+    """train and test are (user, movie, watched, rating), each (n,): ids int64, watched (0 or 1) and rating float32.
 
     Ratings of MovieLens are from 1 to 5, those of Books from 1 to 10, those of Jester from -10 to 10. A row without a
     rating has 0. In Books and Jester, "movies" are books and jokes.
@@ -82,7 +82,7 @@ def load_published(file: Path) -> Ratings:
 
 
 def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tensor) -> Ratings:
-    """Adds to every row a row with a random item that the user did not rate, watched 0 and rating 0. Ids are from 0.
+    """For every row, adds one with a random item that its user did not rate, watched 0 and rating 0. Ids are from 0.
 
     A fixed random tenth of all rows is the test set.
     """

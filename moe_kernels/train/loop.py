@@ -186,7 +186,7 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # keeps training's random numbers
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluation must not draw training's numbers
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -200,7 +200,10 @@ class Run:
 
     @property
     def chosen(self) -> int:
-        """Index of the row to report: the last, or with choose="best" the first that is best on the validation part."""
+        """Index of the row to report: the last.
+
+        With choose="best" and a validation part it is the first row that is best on the validation part.
+        """
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.validates:
             return last
@@ -208,7 +211,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last `patience` evaluations were no better on the validation part than the best before them."""
+        """Whether patience > 0 and the last `patience` rows are no better on the validation part than the best before."""
         since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
         return 0 < self.recipe.patience <= since_best
 
@@ -345,7 +348,7 @@ class RoutingStatistics:
     """Routing statistics of all layers over the batches of an evaluation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.used: list[Utilisation] = []  # one for each layer: layers may differ in their number of samples
+        self.used: list[Utilisation] = []  # one for each layer, since layers may differ in their number of samples
         self.entropy: list[Tensor] = []  # by layer, summed over its samples
         self.routed: list[int] = []  # by layer: number of samples for which the router has a distribution
         self.device, self.unit = device, "experts"

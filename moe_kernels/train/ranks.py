@@ -5,9 +5,9 @@ means over ranks, weighted by samples. Every rank evaluates the whole test set. 
 only rank 0's files are kept. A checkpoint has unsharded tensors, so one process or another number of ranks can continue
 from it.
 
-Random numbers: rank 0 draws from the run's random state, as one process does; for every other rank, rank, step and seed
-give a new random state in each step. Whether the experts of a competition gate compete is drawn from seed, layer and
-step, so that all ranks do the same.
+Random numbers: rank 0 draws from the run's random state, as one process does; every other rank takes a new random state
+in each step, from its number, the step and the seed. Whether the experts of a competition gate compete is drawn from
+seed, layer and step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and a weight: the number of these samples, over the mean number for all ranks.
+    """A rank's samples of a batch, and as a weight their number divided by the mean number over the ranks.
 
     A rank without samples gets the first sample of the batch with weight 0.
     """
@@ -226,7 +226,7 @@ def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Averages gradients over ranks: those of sharded experts over "dp", those of other parameters over all ranks.
 
-    If only some ranks have a gradient of a parameter, it is 0 on the others.
+    If only some ranks have a gradient of a parameter, it counts as 0 on the others.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
