@@ -186,7 +186,7 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluation must not draw training's numbers
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # leaves training its own numbers
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -211,7 +211,10 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether patience > 0 and the last `patience` rows are no better on the validation part than the best before."""
+        """Whether none of the last `patience` rows beats the best row before them on the validation part.
+
+        False if `patience` is 0 or there is no validation part.
+        """
         since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
         return 0 < self.recipe.patience <= since_best
 

@@ -74,7 +74,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
 
     Raises:
         ValueError: a file is missing or damaged, the .pt holds more than torch.load(weights_only=True) reads, or its
-            tensors do not fit the model of the .json.
+            tensors do not fit the model of the .json. For `moebert --bert FOLDER`: FOLDER is gone.
         ImportError: the model is made from BERT, and transformers is not installed.
     """
     path = Path(path)
