@@ -100,6 +100,9 @@ def test_books_from_its_file(tmp_path):
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     found = data.load(tmp_path)
     assert (found.name, found.num_users, found.num_movies) == ("books", 13, 12)
+    text = "\n".join(lines).replace('"12"', '"-12"').replace('"13"', '"1000000000000"')  # any whole number names a user
+    (tmp_path / "BX-Book-Ratings.csv").write_bytes(text.encode("latin-1"))
+    assert data.load(tmp_path).num_users == 13
     every = pairs(found)
     assert every[0, 0, 1.0] == 10
     assert every[1, 0, 1.0] == 0  # the user read the book, but gave no rating

@@ -77,8 +77,9 @@ def load_books(file: Path) -> Ratings:
     wrong = next((row for row in found if not 0 <= row[2] <= 10), None)
     if wrong is not None:
         raise ValueError(f"data: {file}: expected ratings from 0 to 10; got {wrong}")
+    users = {user: number for number, user in enumerate(sorted({user for user, _, _ in found}))}
     books = {isbn: number for number, isbn in enumerate(dict.fromkeys(isbn for _, isbn, _ in found))}
-    user = torch.tensor([each for each, _, _ in found])
+    user = torch.tensor([users[each] for each, _, _ in found])
     book = torch.tensor([books[isbn] for _, isbn, _ in found])
     rating = torch.tensor([float(each) for _, _, each in found])
     while len(user):
