@@ -1,7 +1,8 @@
 """Builds csrc/ into moe_kernels._cpu and, if find_nvcc finds nvcc, moe_kernels._cuda.
 
 Environment variables: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities
-below 8.0 or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (if true, warnings are errors).
+below 8.0 or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors unless it is empty, 0 or
+false).
 """
 
 import os
@@ -32,11 +33,10 @@ if X86:
         "avx512": "-mno-mmx -march=x86-64-v4 -mprefer-vector-width=512",
     }
 
-# Machine code for capabilities 8.x, 9.x, 10.x and 12.x; PTX for other capabilities above 8.0.
+# Machine code for capabilities 8.x, 9.x, 10.x and 12.x; PTX for all other capabilities above 8.0.
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
 
-# -g0: with debug information a module is several times as large. -fno-trapping-math and -fno-math-errno let loops with
-# comparisons and sqrt vectorise; neither changes a result.
+# -fno-trapping-math and -fno-math-errno let loops with comparisons and sqrt vectorise; neither changes a result.
 CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
 NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden"
 
@@ -101,8 +101,7 @@ def architectures(nvcc: Path) -> list[str]:
 
 
 def gencode(arch: str) -> str:
-    """nvcc's option for a capability. Code for 9.0 is made from the PTX of 8.0, which is compiled and tested anyway.
-    The PTX of 9.0 differs only in the conversion of bfloat16 to float32 and gives no shorter machine code."""
+    """nvcc's option for a capability. Code for 9.0 is made from the PTX of 8.0, which the tests execute."""
     number = arch.removesuffix("+PTX").replace(".", "")
     virtual = "80" if number == "90" else number
     codes = [f"sm_{number}"] + ([f"compute_{virtual}"] if arch.endswith("+PTX") else [])
@@ -175,7 +174,7 @@ class NinjaBuild(build_ext):
             out = temp / f"cuda.{source.stem}.o"
             lines.append(f"build {out}: nvcc {source}")
             objects.append(str(out))
-        # cudart is linked statically, so that the module can be imported without a GPU or a toolkit.
+        # cudart is linked statically, so that the module can be imported without the CUDA toolkit.
         libs = f"-L{library} -lcudart_static -ldl -lrt -lpthread"
         return [*lines, *self.link("moe_kernels._cuda", objects, libs)]
 

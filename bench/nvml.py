@@ -23,7 +23,7 @@ _THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left ou
 
 
 def missing() -> str:
-    """The reason why NVML cannot be used; empty if it can, though single sensors may still be missing."""
+    """The reason why NVML cannot be used; empty if it can. Even then the GPU may hide some sensors."""
     try:
         import pynvml
     except ImportError:
@@ -40,7 +40,8 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
     """Reads the sensors while `launch` is repeated for `seconds`; empty if NVML or a sensor (except energy) is missing.
 
     calls: number of calls of the kernel in one launch. Returns medians of clocks in MHz, power in W and temperature in
-    degrees Celsius, all throttle reasons seen and, if the GPU counts its energy (Volta and later), joules a call.
+    degrees Celsius, all throttle reasons seen and, if the GPU counts its energy (Volta and later), mean joules of a
+    call.
     """
     if missing():
         return {}
@@ -68,7 +69,10 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
 
 
 def _handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's GPU 0, by uuid, since NVML may number GPUs otherwise; by index if torch has no uuid."""
+    """NVML's handle of torch's GPU 0, found by uuid, since NVML may number the GPUs differently.
+
+    If torch knows no uuid, the handle of NVML's GPU 0.
+    """
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -1,6 +1,6 @@
 """Peers: implementations of operations in other packages, as functions `inputs -> output`.
 
-The report lists peers that cannot run, with the reason. Compositions of PyTorch's operations are in each Entry.
+The report lists peers that cannot run, with the reason. Peers made of PyTorch's operations are in Entry.peers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peer:
 
 
 PACKAGES: dict[str, list[Peer]] = {
-    "sinkhorn": [Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")],
+    "sinkhorn": [Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, not a matrix of scores")],
     "expert_mlp": [
         Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan"),
         Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU"),
@@ -62,7 +62,7 @@ def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[
 def available(
     op: str, entry: Entry, device: str, dtype: torch.dtype, wanted: Iterable[str] | None = None
 ) -> tuple[dict[str, Calls], dict[str, str]]:
-    """Calls by name of the peers of `op` that can run here, and the reasons why others cannot.
+    """The calls of the peers of `op` that can run here, and the reasons why others cannot, both by name of the peer.
 
     wanted: parts of names, such as "torch" or "pot"; None: all peers; empty: none.
     """

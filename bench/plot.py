@@ -52,7 +52,7 @@ def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
-    """For each setting GB/s of operations without FLOPs on the left, and GFLOP/s of others on the right."""
+    """A row of axes for each setting: on the left GB/s of calls without FLOPs, on the right GFLOP/s of all others."""
     settings = _unique(each["setting"] for each in figures)
     canvas, axes = plt.subplots(
         len(settings), 2, figsize=(11, 4.2 * len(settings)), width_ratios=(1, 3), squeeze=False, layout="constrained"
@@ -101,7 +101,7 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """Bars of the ratios to each peer, from the smallest to the largest over the shapes, with their upper median."""
+    """A bar for each kernel and peer: the range of the ratio over the shapes, with a tick at the upper median."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():
@@ -129,7 +129,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time of backends, peers and floor (the least time at the ceilings) against the size that varies."""
+    """Curves of time against the size that varies: of backends, of peers, and of the least time at the ceilings."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -146,7 +146,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
             line = [each for each in selected if each["backend"] == backend]
             sizes = [each["sizes"][name] for each in line]
             axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
-        # Peers and floor are from the figures of the last backend.
+        # Peers and floor are drawn from the last backend's figures alone.
         for peer in dict.fromkeys(name for each in line for name in each["peers"]):
             axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
         floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]
@@ -157,7 +157,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
 
 
 def varying(curve: list[dict[str, Any]]) -> str:
-    """The name of the first size that varies along a curve; the first name if none varies."""
+    """The name of the first size that varies along a curve; the name of the first size if none varies."""
     sizes = [each["sizes"] for each in curve]
     return next((name for name in sizes[0] if len({str(each[name]) for each in sizes}) > 1), next(iter(sizes[0])))
 

@@ -3,8 +3,8 @@
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated: 0.9 times
-             that of executed PTX instructions in kernels with matrix instructions, 1.3 times in others
+    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated from the
+             executed PTX instructions: times 0.9 in kernels with matrix instructions, times 1.3 in others
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.
@@ -21,7 +21,7 @@ from typing import Any
 from bench import counting, ledger
 from bench.tables import markdown, microseconds
 
-INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one PTX instruction, without and with matrix instructions
+INTEGER, PRODUCTS = 1.3, 0.9  # SASS per PTX instruction, in kernels without and with matrix instructions
 WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
 BOUNDS = ("DRAM", "issue", "tensor")
 
@@ -37,7 +37,7 @@ class Gpu:
     tflops: dict[str, float]
 
     def peak(self, dtype: str) -> float:
-        """Peak of the matrix instructions in FLOP/s; those of float32 calls multiply TF32."""
+        """Peak of the matrix instructions in FLOP/s; for float32 that of TF32."""
         name = "tf32" if dtype == "float32" else dtype
         if name not in self.tflops:
             raise ValueError(f"bench predict: {self.name} has no TFLOP/s for {name}, only {', '.join(self.tflops)}")
@@ -90,12 +90,15 @@ class Prediction:
 
     @property
     def instructions_per_element(self) -> float:
-        """PTX instructions of all threads, 32 for each warp instruction, over the elements of the largest input."""
+        """PTX instructions of all threads, 32 for each warp instruction, over count["elements"].
+
+        These are the elements of the largest tensor that Entry.inputs makes at the counted shape.
+        """
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
-    """The prediction for one launch. counts: the launch's counts. counted: the call's, from counting.count."""
+    """The prediction for one launch. counts: an item of counted["launches"]. counted: a result of counting.count."""
     scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])
@@ -160,7 +163,7 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """A table of forward calls: of each operation and backend the first that is not stale, if possible in bfloat16."""
+    """A table with a forward call of each operation and backend: the first not stale, in bfloat16 if there is one."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
@@ -177,7 +180,7 @@ def short(predictions: Iterable[Prediction]) -> str:
 
 
 def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
-    """The report's section of predictions; the ratios in its last column come from measurements."""
+    """The report's section of predictions; its last column compares them with measurements in `results`."""
     kept, parts = list(results), list[str]()
     for gpu in GPUS.values():
         found = rows(predict(gpu, kept, root))
@@ -187,13 +190,14 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 
 
 HOW = """\
-Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
-and FLOPs are scaled by the number of rows, tokens, experts or matrices, bytes by the operation's least bytes. In plans
-by priority or expert choice, in Sinkhorn with given sums and in launches of the tree gate without matrix instructions,
-bytes are scaled as instructions are. *DRAM*: bytes over the bandwidth, each sector once. *issue*: PTX instructions of
-all warps, times a static factor to SASS, at four a cycle and multiprocessor. *tensor*: FLOPs of matrix instructions
-over the peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a launch, products
-of torch's own library."""
+Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. The counts of
+instructions and FLOPs then grow with the number of rows, tokens, choices, experts or matrices, those of bytes with the
+operation's least bytes (inputs read once, outputs written once). In plans by priority or expert choice, in Sinkhorn
+with given sums and in launches of the tree gate without matrix instructions, bytes grow as instructions do. *DRAM*:
+bytes over the bandwidth, each sector once. *issue*: SASS instructions of all warps, at four a cycle and multiprocessor;
+their number is estimated from that of PTX instructions (x SASS / PTX). *tensor*: FLOPs of matrix instructions over the
+peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a launch, products that
+torch's own library computes."""
 
 
 def figures(gpu: Gpu) -> str:

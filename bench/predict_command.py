@@ -23,17 +23,17 @@ def predict_command(
     ghz: Annotated[float | None, typer.Option("--ghz", help="Clock in GHz.")] = None,
     gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", help="Bandwidth of the memory in GB/s.")] = None,
     tflops: Annotated[
-        list[str] | None, typer.Option("--tflops", help="Dense peaks in TFLOP/s: bfloat16=312,float16=312,tf32=156.")
+        list[str] | None, typer.Option("--tflops", help="Dense peaks in TFLOP/s, such as bfloat16=312,tf32=156.")
     ] = None,
     op: Several = None,
     backend: Several = None,
-    count: Annotated[bool, typer.Option("--count", help="Count again: executes the kernels' PTX for minutes.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Count again: execute the PTX, for minutes.")] = False,
     verified: Annotated[bool, typer.Option("--verify", help="Also verify the executed PTX, for the ledger.")] = False,
 ) -> None:
-    """Predicts the least time of every GPU kernel from counts of executed PTX; nothing is measured.
+    """Predicts the least time of GPU kernels from counts of executed PTX; nothing is measured.
 
-    Counts are stored in bench/results/ptx with the hash of the kernels' sources. --count and --verify need a checkout,
-    since tests/ptx executes the PTX.
+    Counts are stored in bench/results/ptx with the hash of the kernels' sources. --count and --verify execute PTX with
+    tests/ptx: they need a checkout, Triton and nvcc.
     """
     ops, kernels = words(op), known_words("--backend", words(backend), ledger.GPU_BACKENDS) or ledger.GPU_BACKENDS
     known_words("--op", ops, {case.operation for case in counting.cases()})

@@ -28,8 +28,8 @@ CALLS = 10
 class Line(NamedTuple):
     """One kernel: launches and microseconds a call, share of all kernels' time, and microseconds divided by the floor.
 
-    On a CPU the profiler's wall clock includes the load of the machine. There `us` is the kernel's share of the time
-    that the bench measured, and `launches` is None.
+    On a CPU a line is one operator, and the profiler also counts time in which other processes held the core. So `us`
+    is `share` times the time that the bench measured; `launches` is None.
     """
 
     name: str
@@ -68,7 +68,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
-    if job.device == "cuda":  # only this block is traced by Nsight Compute (see tools)
+    if job.device == "cuda":  # Nsight Compute profiles only this block (see `tools`)
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
@@ -86,7 +86,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """For each event with time of its own, without its children: name, number and microseconds per call."""
+    """Name, number per call and microseconds per call of each event that takes time besides that of its children."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
@@ -105,7 +105,7 @@ def _call(job: measure.Job) -> Callable[[], object]:
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
     """The files that Nsight Compute and Triton's proton wrote, or why they did not run.
 
-    arguments: the options of `bench profile` with which Nsight Compute starts it again.
+    arguments: options with which Nsight Compute runs `python -m bench profile`.
     """
     found = {}
     program = shutil.which("ncu")
@@ -138,7 +138,7 @@ def _proton(job: measure.Job, folder: Path) -> str:
         for _ in range(CALLS):
             call()
         proton.finalize()
-    except Exception as raised:  # the driver denies it, or another profiler runs
+    except Exception as raised:  # for example: the driver denies profiling, or another profiler runs
         return f"failed: {error_text(raised)}"
     return f"{name}.hatchet"
 

@@ -12,7 +12,7 @@ from moe_kernels.backends import ALIASES, NAMES
 
 README = ledger.ROOT / "README.md"
 
-UNSTEADY = 2.0  # a figure is marked if its 90th percentile is over this times the 10th
+UNSTEADY = 2.0  # a figure is marked if its 90th percentile is over twice the 10th
 DIRECTIONS = "forward", "training"
 COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in DIRECTIONS)
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
@@ -28,7 +28,7 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> str:
-    """The ranges of `against_torch` over dtypes and shapes, in the newest result that has this kernel."""
+    """Such as ": forward x 1.2 to 3, training x 2": `against_torch` in the newest result that has this kernel."""
     key = ALIASES.get(op, op), backend
     for result in sorted(results, key=lambda each: each["date"], reverse=True):
         entries = [each for each in result["entries"] if (each["operation"], each["backend"]) == key]
@@ -41,7 +41,7 @@ def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> 
 
 
 def _first_setting(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures on a GPU or with the first number of CPU threads, by default one."""
+    """The figures in the setting of the first one: on a GPU all, on a CPU those with the first number of threads."""
     return [each for each in entry["figures"] if each["setting"] == entry["figures"][0]["setting"]]
 
 
@@ -49,7 +49,7 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
     A cell has the range of `against_torch` over the shapes and, on a GPU, of the percentage of the ceiling. On a CPU
-    only the first number of threads is shown, by default one.
+    only figures with the first measured number of threads, by default one, are shown.
     """
     parts = []
     for result in results:
@@ -82,7 +82,10 @@ def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """How many times as fast as the fastest peer whose name begins with "torch", as a range; empty without one."""
+    """How many times as fast as the fastest peer whose name begins with "torch"; a range over the figures.
+
+    Empty if no figure has such a peer.
+    """
     torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""

@@ -1,4 +1,4 @@
-"""Benchmarks of the routing: gate, plan, dispatch and combine, on uniform, Zipf and adversarial routing."""
+"""Benchmarks of gate, plan, dispatch and combine, on uniform, Zipf and adversarial routing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs with D = 1, for gates and plans, which read no rows. In float32 the rows of Qwen3-30B would take 5 GB."""
+    """Inputs with D = 1, for gates and plans, which do not read the rows. At the full D these may take gigabytes."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 
@@ -150,7 +150,7 @@ ENTRIES = {
     ),
     "make_plan": _entry(
         _plan,
-        "unused",  # no leaves, so the gradient has no name
+        "unused",  # a plan has no gradient, so nothing reads this name
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),

@@ -17,7 +17,7 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# Models of the set "aims". W_in of a Mixtral expert takes 117 MB in bfloat16, more than the L2 of an H100 (50 MB).
+# Models of the set "aims", which `bench gpu` measures first.
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
@@ -32,7 +32,7 @@ def routed(sizes: list[Shape], routings: tuple[str, ...] = ROUTINGS) -> list[Sha
 
 
 def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
-    """The rows of a table as shapes that have only the sizes in `names`, such as "TDEK"; without duplicates."""
+    """The values of a table as shapes that have only the sizes in `names`, such as "TDEK"; without duplicates."""
     found = [{name: each["TDHEK".index(name)] for name in names} for each in table.values()]
     return [size for index, size in enumerate(found) if size not in found[:index]]
 

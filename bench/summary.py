@@ -46,7 +46,7 @@ def _cells(entries: list[dict]) -> Iterable[str]:
 
 
 def missing(result: ledger.Result) -> list[str]:
-    """Lines with each kernel that failed while it was measured and, if the time ran out, with the number of figures."""
+    """A line for each kernel that failed while measured and, if the time ran out, one that says how much is missing."""
     late = sum(line.endswith(OUT_OF_TIME) for line in result["not_measured"])
     lines = [f"FAILED {entry['note']}" for entry in result["entries"] if entry["note"] in result["not_measured"]]
     taken = sum(len(entry["figures"]) + len(entry["curves"]) for entry in result["entries"])

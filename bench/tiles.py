@@ -19,11 +19,14 @@ from bench.registry import ENTRIES
 from bench.worker import Worker, WorkerLost
 
 Line = dict[str, Any]
-SECONDS = 240  # limit for a shape and activation, with compilation
+SECONDS = 240  # limit of one call of `timings`, with compilation
 
 
 def timings(shape: Shape, activation: str) -> list[Line]:
-    """Milliseconds of the candidate tiles in a training step of an expert MLP in bfloat16, for each key of `timed`."""
+    """Runs a training step of an expert MLP in bfloat16; returns a line for each product and candidate tiles.
+
+    ms: milliseconds; None if the GPU has no room for such tiles.
+    """
     import moe_kernels as mk
     from moe_kernels.backends.triton._grouped_configs import timed
 
@@ -44,7 +47,7 @@ def timings(shape: Shape, activation: str) -> list[Line]:
 
 
 def sweep() -> Iterator[list[Line]]:
-    """`timings` of each shape of set "aims" with uniform routing; if they fail, one line with the error."""
+    """`timings` of each uniform shape of the set "aims" and each activation; one line with the error if it fails."""
     with Worker() as worker:
         for shape in SHAPES["aims"]:
             for activation in ("swiglu", "gelu"):

@@ -1,10 +1,9 @@
 """Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around a CUDA graph or calls.
 
-The speed of a shared machine changes by a factor of two within seconds. So the compared calls take turns, in a new
-random order each round: drift and cache contents then affect all of them alike, and ratios stay right. With one
-thread, the time that the thread waited for a core is subtracted. Beside two busy processes the median by wall clock
-doubles; with the subtraction it changes by under a tenth. Several threads also wait for each other, so nothing is
-subtracted from their time.
+The speed of a shared machine may change by a factor of two within seconds. So the compared calls take turns, in a new
+random order each round: drift and cache contents then affect all of them alike, and change their ratios little.
+With one thread, the time that it waited for a core is subtracted. With several threads nothing is subtracted, since the
+clock does not know how long the others waited.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ import torch
 from moe_kernels.verify import dtype_name
 
 SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, far above the cost of the clock
-FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS if they take over 10 times the budget
+# A call has at least MIN_ROUNDS samples, but only FEW_ROUNDS if over 10 times the budget is spent by then.
+FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sample:
 def interleave(
     measures: Mapping[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Sample]:
-    """Samples of the measures, which are called in turns for `budget` seconds. Each returns the seconds of a call."""
+    """Samples of the measures, called in turns for about `budget` seconds. A measure returns the seconds of a call."""
     order, seconds = list(measures), {name: list[float]() for name in measures}
     shuffle, start = random.Random(0), clock()
     for round_ in range(MAX_ROUNDS):
@@ -151,8 +151,8 @@ def launchers(
 ) -> dict[str, Callable[[], object]]:
     """For every call a function that makes it on each of `input_sets`: a CUDA graph, or plain calls if in `eager`.
 
-    The sets together should be larger than the L2 cache (see `sets_for`), so that no call finds its inputs there. For
-    the same reason every output of a graph has memory of its own.
+    The sets together should be larger than the L2 cache (see `sets_for`), so that no call finds its inputs there.
+    Every output in a graph has memory of its own, too.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
@@ -161,17 +161,17 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Number of input sets, from 2 to 64: calls on all of them move three times the size of L2, if the limits allow it.
+    """Number of input sets: calls on all of them move at least three times the size of L2, if the limits allow it.
 
-    bytes_per_call: least bytes of a call; limit: 4 GiB over all sets. held: allocated bytes of a set; limit: 16 GiB
-    over all sets. There are two sets in any case.
+    bytes_per_call: least bytes of a call. held: allocated bytes of a set. Limits: 64 sets, 4 GiB moved by calls on all
+    sets, 16 GiB allocated for all sets. There are 2 sets in any case.
     """
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 2**34 // max(held, 1), 64))
 
 
 def host_sync_error(call: Callable[[], object]) -> str:
-    """torch's message if the second call makes the host wait for the GPU, which no graph can capture; else empty."""
+    """torch's error if `call`, once warm, makes the host wait for the GPU, which no graph can capture; else empty."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Measures transformers' module MixtralExperts on our kernels and on transformers' own implementations.
+"""Measures MixtralExperts, a module of transformers, on our kernels and on transformers' own implementations.
 
 Prefill is a forward pass of many tokens without gradients, decode one of few tokens. Training is a forward and a
 backward pass, with gradients of tokens, gate weights and parameters.
@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[torch.dtype, Shape]] = {
     "float32": (torch.float32, {"T": 512, "D": 256, "H": 512, "E": 8, "K": 2}),
 }
 DECODED = (1, 4, 16)  # tokens of a decode step, one for each sequence
-MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights for every choice: 6 T K D H bytes for 16-bit dtypes
+MAX_COPIED_BYTES = 2**31  # of weights; batched_mm, which copies them for every choice, is skipped beyond it
 
 Figure = dict[str, Any]
 
@@ -40,7 +40,7 @@ def missing() -> str:
 def run(budget: float, device: str) -> Iterator[Figure]:
     """A figure for every shape and mode, from `budget` seconds of samples on one CPU thread or on the GPU.
 
-    us: median microseconds of our kernels. peers: how many times as fast as each other implementation they are.
+    us: median microseconds on our kernels. peers: how many times as fast our kernels are as each other implementation.
     """
     for name, (dtype, shape) in SHAPES.items():
         jobs = [

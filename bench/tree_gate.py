@@ -1,4 +1,4 @@
-"""Benchmarks of the tree gate: `tree_gate` at gamma = 1, `tree_route` on saturated trees."""
+"""Benchmarks of the tree gate: `tree_gate` at gamma = 1, `tree_route` at a gamma near 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import python_ref.tree_gate as reference
 from bench.entry import Inputs, Shape, entry
 
 LEAVES = ("x", "split_weight", "leaf_weight")
-SATURATED = 1e-6  # gamma far below the size of the pre-activations, which is near 1
+SATURATED = 1e-6  # gamma at which nearly every split gives 0 or 1: pre-activations are of size 1
 
 
 def _shape(tokens: int, dim: int, experts: int, trees: int) -> Shape:
@@ -49,7 +49,7 @@ def _composed_gate(inputs: Inputs) -> object:
 
 
 def _composed_route(inputs: Inputs) -> object:
-    """Weight and expert of each tree's likeliest leaf; 0 and -1 if an earlier tree has the same expert."""
+    """Gate and expert of each tree's likeliest leaf; 0 and -1 if an earlier tree has the same expert."""
     gates, leaf_probs = reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=SATURATED)
     experts = leaf_probs.argmax(-1)
     repeated = (experts[:, :, None] == experts[:, None, :]).tril(-1).any(-1)

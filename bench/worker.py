@@ -22,10 +22,10 @@ class WorkerLost(RuntimeError):
 
 
 class Worker:
-    """Another process: worker(function, *args, seconds=...) returns function(*args) computed there, all pickled.
+    """Another process: worker(function, *args, seconds=...) returns function(*args), computed there.
 
-    An error of the function is raised as a RuntimeError. WorkerLost is raised if the process is lost, also if the
-    function returned but left the GPU unusable, since its result cannot be trusted.
+    Function, arguments and result are pickled. An error of the function is raised as a RuntimeError. WorkerLost is
+    raised if the process is lost or the GPU is unusable after the call, even if the function returned a result.
     """
 
     def __init__(self) -> None:
