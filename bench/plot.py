@@ -52,7 +52,7 @@ def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
-    """A row of axes for each setting: on the left GB/s of calls without FLOPs, on the right GFLOP/s of all others."""
+    """For each setting (GPU or number of threads): left GB/s of calls without FLOPs, right GFLOP/s of the others."""
     settings = _unique(each["setting"] for each in figures)
     canvas, axes = plt.subplots(
         len(settings), 2, figsize=(11, 4.2 * len(settings)), width_ratios=(1, 3), squeeze=False, layout="constrained"
