@@ -1,6 +1,6 @@
-"""The bench's checks: values, repeated results, host waits, compute-sanitizer and the test suite.
+"""Checks of kernels (values, repeated results, host waits, compute-sanitizer), and a run of the test suite.
 
-`verify_all` returns Rows for the values; other checks return "ok", "FAILED: ..." or "not run: ...".
+The verdict of a check is "ok", or begins with "FAILED" or "not run".
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 OUT_OF_TIME = "not run: out of time"
 
-# memcheck does not report failing CUDA calls: libraries probe the device with some, and our launchers raise on errors.
+# memcheck is told not to report failed calls of the CUDA API: libraries make some to probe the device.
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
 # Every tensor gets an allocation of its own: memcheck sees no overrun within a block of torch's caching allocator.
 SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# The kernels are compared with PyTorch, whose own kernels (namespace at::native) need no check.
+# Leaves out PyTorch's kernels in the namespace at::native, which the definitions launch.
 WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
 PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# Names for pytest -k if time is limited: tests of Triton or CUDA kernels, without those that only compile.
+# For pytest -k if time is limited: tests of Triton or CUDA kernels, without those that only compile.
 GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
 LOG_CHARACTERS = 200_000  # of a command's output only the last ones are logged
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Results of `repeatable` and, on a GPU, `no_host_sync`; empty if the row is not "ok" or has no entry here."""
+    """Verdicts of `repeatable` and, on a GPU, `no_host_sync`; empty unless the row is "ok" and in ENTRIES."""
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})
@@ -92,7 +92,7 @@ def sanitizers(
 ) -> dict[tuple[str, str], dict[str, str]]:
     """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs.
 
-    seconds: limit for all of them. log: file for the output of failed tools.
+    seconds: limit for all of them. log: file for the output of tools that fail or run out of time.
     """
     program = shutil.which("compute-sanitizer")
     until = float("inf") if seconds is None else time.monotonic() + seconds
@@ -148,7 +148,8 @@ def verify_all(
 ) -> dict[Row, dict[str, str]]:
     """Verifies operations on backends in every dtype; returns rows with their `kernel_checks` (empty if `small`).
 
-    Each operation, backend and dtype has its own process, since after a fault on a GPU later calls of a process fail.
+    Each operation, backend and dtype has its own process, since after a fault on a GPU its process cannot use it again.
+    seconds: limit for all of them. log: file for the output of processes with a failure.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -184,9 +185,9 @@ def verify_all(
 
 
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
-    """Runs the test suite, in which tests of Triton and CUDA kernels use the GPU if there is one.
+    """Runs the test suite; with a limit in seconds, only the tests that GPU_TESTS selects. Returns {"pytest": verdict}.
 
-    With a limit in seconds only these tests run. If the suite fails or runs out of time, its output goes into the log.
+    If the suite fails or runs out of time, its output goes into the log.
     """
     workers = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
     selection = ["-v", "-k", GPU_TESTS] if seconds is not None else ["-q"]
@@ -203,7 +204,10 @@ def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, st
 
 
 def run(command: Iterable[str], seconds: float | None = None, log: Path | None = None, **variables: str) -> str:
-    """Runs a command; returns its verdict, with its last line if it failed. variables: added to the environment."""
+    """Runs a command; returns a verdict, with the last line of output if it failed.
+
+    variables: added to the environment. log: file for the output of a command that fails or runs out of time.
+    """
     arguments = list(command)
     status, text = run_captured(arguments, seconds, **variables)
     if status != 0:
@@ -222,7 +226,7 @@ def verdict(status: int | None, text: str) -> str:
 
 def run_captured(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
     """Runs a command; returns its status (None if it ran out of time) and its output."""
-    # In a session of its own, so that the command's child processes (workers, a sanitizer's target) are killed with it.
+    # A session of its own lets killpg also end the command's child processes.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
     with tempfile.TemporaryFile() as printed:
         with subprocess.Popen(list(command), stdout=printed, stderr=subprocess.STDOUT, **options) as done:
@@ -240,7 +244,7 @@ def run_captured(command: Iterable[str], seconds: float | None = None, **variabl
 def append_log(log: Path | None, title: str, text: str) -> None:
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:  # one write, since several threads append
+        with log.open("a") as file:
             file.write(f"==== {title}\n{text[-LOG_CHARACTERS:]}\n")
 
 

@@ -1,4 +1,4 @@
-"""Compares two results of the bench: how much longer every measured call takes in the second."""
+"""Compares two results of the bench: how much longer a call takes in the second."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 
 
 class Change(NamedTuple):
-    """The change of one call, named by its values of KEY. `slowdown` is 1.1 if it takes a tenth longer.
+    """The change of one call. figure: the call's values of KEY. slowdown: 1.1 if the call takes a tenth longer.
 
-    On a GPU microseconds are compared. On a CPU they drift with the load, so the call's time is divided by the time of
-    a memcpy and of each peer in the same run. `slowdown` is the smallest change of these quotients, since a change of
-    the kernel shows in all of them. before, after: microseconds on a GPU, multiples of the memcpy's time on a CPU.
+    On a GPU microseconds are compared. On a CPU microseconds drift with the load, so the call's time is divided by the
+    time of a memcpy and by that of each peer in the same run. `slowdown` is the change of the quotient that changed
+    least, since a slower kernel changes all quotients.
+
+    before, after: microseconds on a GPU, multiples of the memcpy's time on a CPU.
     """
 
     figure: tuple[str, ...]

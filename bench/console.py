@@ -1,4 +1,4 @@
-"""Tables, progress bars and list options of the bench's commands."""
+"""Output of the bench's commands, and their options that take lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
 
 
 def words(values: Iterable[str] | None) -> tuple[str, ...]:
-    """The values of an option that may be repeated and may separate values by commas."""
+    """The values of an option that may be repeated, and in which commas separate values."""
     return tuple(word for value in values or () for word in value.split(",") if word)
 
 

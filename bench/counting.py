@@ -1,6 +1,6 @@
 """Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX on small shapes.
 
-bench/predict.py scales the counts to a full shape, by the factors of `Case`.
+bench/predict.py scales the counts to full shapes, by the factors that `Case` computes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Case:
     """An operation at the full shape of its prediction, and at the smaller shape that is executed and counted.
 
     small: the sizes of the counted shape that differ from the full one.
-    units: names of sizes. Instructions and FLOPs grow by `scale`, the product of the ratios of these sizes. Bytes grow
-        by `bytes_scale`, the ratio of the operation's least bytes.
-    own_bytes: bytes grow by `scale` too, since the least bytes of `entry` do not describe this case.
-    torch_products: torch may compute the matrix products in kernels that are not counted. A launch without matrix
-        instructions then reads no weights, so its bytes grow by `scale` too.
+    units: names of sizes. From the counted to the full shape, instructions and FLOPs grow by `scale`, the product of
+        the ratios of these sizes. Bytes grow by `bytes_scale`, the ratio of the least bytes.
+    own_bytes: bytes grow by `scale` too, since `entry.least_bytes` does not describe this case.
+    torch_products: launches without matrix instructions read no weights, since torch computes the products in other
+        kernels, which are not counted. The bytes of these launches grow by `scale` too.
     """
 
     operation: str
@@ -174,9 +174,9 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """In the block Triton and CUDA kernels run on CPU tensors: tests/ptx executes their PTX; Triton's also after it.
+    """In the block Triton and CUDA kernels take CPU tensors, and tests/ptx executes their PTX.
 
-    Yields the module `session` of tests/ptx.
+    Triton's kernels still do so after the block. Yields the module `session` of tests/ptx.
 
     Raises:
         NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.
@@ -201,7 +201,7 @@ def executor() -> Iterator[Any]:
 
 
 def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
-    """Executes one call and returns the counts of each of its launches."""
+    """Executes one call; returns the counts of each of its launches, and the factors to the full shape."""
     torch.manual_seed(0)
     inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
     with session.recorded() as results:

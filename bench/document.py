@@ -1,4 +1,4 @@
-"""The report: all results with their pictures, as Markdown and as one HTML page that contains its pictures."""
+"""The report: ledger, results with pictures, and predictions, as Markdown and as one HTML page with its pictures."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from bench.tables import markdown
 HOW_TO_READ = """\
 Times are medians of interleaved runs, with the 10th and 90th percentile. `!` marks a 90th percentile over twice the
 10th: the machine was busy. On one CPU thread, the time in which the thread waited for a core is subtracted. *Ceiling*:
-the least time as a share of the time taken. The least time follows from the least bytes (each pass reads each input
-once and writes each output once) and the FLOPs, at the speeds of a copy and of a matrix product in the same run. If
-inputs are in a cache, the share can pass 100%. *memcpy*: the time divided by that of a copy of as many bytes. Last
-column: how many times as fast as each peer, on the same inputs in the same run. On a busy CPU only ratios hold."""
+the least time as a share of the time taken. The least time is the larger of two: for the least bytes (each pass reads
+its inputs once and writes its outputs once) at the speed of a copy, and for the FLOPs at that of a matrix product, both
+measured in the same run. If inputs are in a cache, the share can pass 100%. *memcpy*: the time divided by that of a
+copy that moves the least bytes. Last column: how many times as fast as each peer, on the same inputs in the same run.
+On a busy CPU only ratios hold."""
 CAPTIONS = {
     "roofline": "The speed of every call under the limits (roofs) of the same run. The sloped roof is the bandwidth "
-    "of a copy, the flat ones are matrix products by dtype. The distance to the roof is the possible gain. Left: "
-    "operations without FLOPs, against the copy.",
+    "of a copy, the flat ones are matrix products by dtype. The distance of a point below its roof is the possible "
+    "gain. Left plot: operations without FLOPs; the line is the bandwidth of a copy.",
     "peers": "How many times as fast as each peer. The bar is the range over the shapes, the stroke the median. Left "
-    "of the line the peer is faster.",
-    "scaling": "Time against the size that varies. The dotted line is the least time. If another line is steeper, its "
-    "time grows faster than the work.",
+    "of the line at 1 the peer is faster.",
+    "scaling": "Time against the size that varies. The dotted black line, called floor, is the least time. If another "
+    "line is steeper, its time grows faster than the work.",
     "load": "Number of choices that each expert gets, for each kind of routing. The line is the mean.",
 }
 STYLE = """\
@@ -63,7 +64,7 @@ def page(text: str, folder: Path) -> str:
 def document(
     results: list[ledger.Result], pictures: dict[str, dict[str, str]] | None = None, root: Path = ledger.ROOT
 ) -> str:
-    """The whole report; pictures: file names by device and picture."""
+    """The whole report in Markdown. pictures: for each device, file names by the keys of CAPTIONS."""
     parts = ["# moe_kernels, measured", "## Ledger", operations(results, root)]
     if not results:
         parts.append("Nothing was measured yet; `python -m bench run` measures.")
@@ -109,7 +110,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
 _GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
 _MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}
-_TELEMETRY = {"launch_us": "host us a launch", "joules_per_call": "J a call", "watts": "W", "celsius": "C"}
+_TELEMETRY = {"launch_us": "host us a call", "joules_per_call": "J a call", "watts": "W", "celsius": "C"}
 _TELEMETRY |= {"memory_mhz": "memory MHz", "throttled": "throttled by", "sm_mhz": "SM MHz"}
 
 
@@ -131,12 +132,12 @@ def _ceilings(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str
 
 
 def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each setting: growth of time and of work from the smallest to the largest shape of the curve."""
+    """A row for each setting: growth of the time and of the work from the first to the last shape of the curve."""
     rows = []
     for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
         curve = [each for each in entry["curves"] if each["setting"] == setting]
         first, last = curve[0], curve[-1]
-        # 100 times the least possible time of each shape; their ratio is the growth of the work.
+        # 100 times the least time of each shape: the ratio is the growth of the work.
         floors = [each["us"] * each["ceiling_percent"] for each in (first, last)]
         key = (entry["operation"], entry["backend"], first["dtype"], setting)
         growth = (f"x{last['us'] / first['us']:.3g}", f"x{floors[1] / floors[0]:.3g}")

@@ -27,13 +27,13 @@ class Entry:
 
     shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few; `bench gpu` measures them first) and
         "scaling", in which one size grows by a factor of 128.
-    complete(shape, device type): the shape with its missing sizes; on a CPU some operations reduce rows or experts.
+    complete(shape, device type): the shape with its missing sizes; on a CPU some operations reduce tokens and experts.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
     peers: by name, calls of compositions of PyTorch's operations. Peers of other packages are in bench/peers.py.
     flops(shape, direction): FLOPs of one call.
-    least_bytes(shape, dtype, direction): bytes of one call in which each pass, forward and backward, reads every input
-        once and writes every output once.
+    least_bytes(shape, dtype, direction): bytes of one call in which each pass, forward and backward, reads its inputs
+        once and writes its outputs once.
     leaves: names of the inputs for which training computes gradients.
     grad: name of the input that holds the gradient of the output.
     """
