@@ -1,6 +1,6 @@
-"""Measures a layer with experts across processes of one machine (gloo), beside other implementations: time and bytes.
+"""Measures time and sent bytes of implementations of experts across processes of one machine (gloo).
 
-All implementations, the contenders, evaluate experts (silu(x W) * (x V)) U on the same tokens with the same routing.
+The implementations, called contenders, evaluate experts (silu(x W) * (x V)) U on the same tokens with the same routing.
 Their calls alternate, so that a busy machine slows all alike.
 """
 
@@ -38,7 +38,7 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), experts (T, K), 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the layer. tokens: of all ranks together, except in `predictions`."""
+    """Sizes of the layer. tokens: of all ranks together; in `predictions`, of each rank."""
 
     tokens: int = 2048
     dim: int = 256
@@ -51,7 +51,8 @@ class Size:
 class Line:
     """Median seconds of a forward pass and of a training step (forward and backward).
 
-    sent: bytes that rank 0 sends in a training step. predicted: those of bench/exchange_model.py, if it has them.
+    sent: bytes that the measuring rank sends in a training step. predicted: the bytes that bench/exchange_model.py
+    predicts for rank 0; None if it does not model the contender.
     """
 
     ranks: int
@@ -63,9 +64,9 @@ class Line:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts this rank's all-to-alls, all-gathers and reduce-scatters, and the bytes that it sends in them.
+    """Counts the all-to-alls, all-gathers and reduce-scatters of this rank, and the bytes that the rank sends in them.
 
-    As in a ring, an all-gather over n ranks counts n - 1 times its input, a reduce-scatter (n - 1) / n of its input.
+    As in a ring, an all-gather over n ranks counts as n - 1 times its input, a reduce-scatter as (n - 1) / n of it.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
-    """The contenders by name; on one rank only those that need no exchange."""
+    """The contenders by name. With one rank: experts without an exchange. peers: also those of other packages."""
     alone = dist.get_world_size() == 1
     found = {"one process" if alone else "ExpertParallel": _ours(size, None if alone else ExpertParallel(), mesh)}
     if not alone:
@@ -114,7 +115,7 @@ def _ours(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
 
 
 def _gather_tokens(size: Size, mesh: DeviceMesh) -> Layer:
-    """Every rank gathers all tokens and evaluates its own experts for them; a reduce-scatter adds the outputs."""
+    """Every rank gathers all tokens and evaluates its own experts on them; a reduce-scatter sums the outputs."""
     count = size.experts // mesh.size()
     first, whole = mesh.get_local_rank() * count, _experts(size)
     experts = ExpertMLP(count, size.dim, size.hidden, activation="swiglu", bias=False)
@@ -164,7 +165,7 @@ def _transformers(size: Size) -> Layer:
 
 
 def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D), experts (T, K), weights (T, K) of all ranks together, by a random router."""
+    """x (T, D), experts (T, K) and weights (T, K) for the tokens of all ranks, by a random router."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size.tokens, size.dim, generator=generator)
     weights, experts = torch.randn(size.tokens, size.experts, generator=generator).softmax(-1).topk(size.choices)
@@ -172,12 +173,12 @@ def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
-    """A line for each contender, with this rank's times and bytes; to be called on every rank.
+    """A line for each contender, with times and sent bytes of this rank; to be called on every rank.
 
     peers: also measure implementations of other packages.
 
     Raises:
-        AssertionError: a contender's output or gradient of x differs from the first contender's.
+        AssertionError: a contender's output or gradient of x differs from the first contender's beyond rounding.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))["ep"]
@@ -210,7 +211,7 @@ def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
 
 
 def _capacity(size: Size, ranks: int) -> int:
-    """Rows that each rank may send to an expert: twice the number that a uniform router sends."""
+    """Rows that a rank may send to an expert: twice the mean over experts, rounded up."""
     return expert_capacity(size.tokens // ranks, size.choices, size.experts, 2.0)
 
 
@@ -258,9 +259,9 @@ def _run_rank(rank: int, ranks: int, size: Size, seconds: float, folder: Path) -
 
 
 def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
-    """Rows of the table of predictions, for a uniform and a skewed router, with `size.tokens` tokens on each rank.
+    """Rows of the table of predictions: each machine with a uniform and with a skewed router.
 
-    skew: exponent of Zipf's law. width: bytes of an element.
+    skew: exponent of Zipf's law for the skewed router. width: bytes of an element.
     """
     rows: list[tuple[str, ...]] = []
     for machine in machines:

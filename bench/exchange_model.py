@@ -1,6 +1,7 @@
 """Predicts the cost of experts across processes: bytes that ranks send, and the time of a layer for given links.
 
-For given rows the bytes are exact: tests/ranks/traffic.py compares them with those that the collectives move.
+If the number of rows from each rank to each other rank is known, the bytes are exact: tests/ranks/traffic.py compares
+them with the bytes that the collectives send.
 
 Assumptions of the times:
     * every rank has T tokens with K choices each, so T K rows; the experts' shares of them are uniform or follow Zipf's
@@ -9,8 +10,8 @@ Assumptions of the times:
     * a rank has a link to the other ranks of its node and a link to other nodes; both work at the same time, and each
       sends and receives at the same time;
     * an all-to-all takes as long as its slowest rank, plus a latency; it does not overlap with the products;
-    * products run at a constant speed, and backward takes twice the time of forward; gates, plans, dispatch and combine
-      are left out.
+    * products run at a constant speed, and take twice as long in backward as in forward; gates, plans, dispatch and
+      combine take no time.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COUNT = 4  # bytes of an int32
+COUNT = 4  # bytes of a number of rows or tokens, an int32
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank sends to other ranks, in the order of ranks."""
+    """For each rank, the bytes that it sends to all other ranks in forward and in backward."""
 
     sent_forward: list[int]
     sent_backward: list[int]
@@ -48,10 +49,10 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """Bytes that a rank sends for the experts' norms under `ExpertParallel()`, with `tokens` tokens on every rank.
+    """Bytes that a rank sends in forward for the experts' norms under `ExpertParallel()`.
 
     A rank sends to every other rank the number of its tokens, its tokens, and the norms that its experts computed for
-    the tokens of that rank.
+    the other rank's tokens. tokens: number on every rank. dim: length of a token. width: bytes of an element.
     """
     return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
 
@@ -74,12 +75,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one layer, forward and backward. imbalance: rows of the busiest rank / mean."""
+    """Predicted cost of one layer, forward and backward together.
+
+    exchange, experts: seconds of the all-to-alls and of the products. imbalance: rows of the busiest rank / mean.
+    """
 
     exchange: float
     experts: float
     imbalance: float
-    sent: int  # bytes, of the rank that sends most
+    sent: int  # the most bytes that a rank sends
 
     @property
     def total(self) -> float:
@@ -95,7 +99,7 @@ def shares(num_experts: int, skew: float) -> Tensor:
 def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int) -> Cost:
     """The cost of a layer of experts with weights (D, 2 H) and (H, D) and `tokens` tokens on each rank.
 
-    share (E,): each expert's share of the rows. width: bytes of an element.
+    choices: K. share (E,): each expert's share of the rows. width: bytes of an element.
     """
     n, experts = machine.ranks, share.numel()
     if experts % n:

@@ -27,7 +27,7 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with `fewer_tokens`, and E reduced to 2^25 elements of w_in (E, D, H), but not below K."""
+    """The shape; on a CPU with `fewer_tokens`, and with E at most max(K, 2^25 // (D H)), as w_in is (E, D, H)."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape
@@ -50,7 +50,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         "grad_rows": (plan.num_rows, hidden),
         "grad_norms": (tokens, experts),
     }
-    # Drawn on the device: one thread of the host takes about 2 s for w_in of Qwen3-30B, 2 * 10^8 elements.
+    # Drawn on the device: the host would take seconds for the 2 * 10^8 elements of w_in of Qwen3-30B.
     found: Inputs = {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
     found |= {"w_in": found["w_in"] / dim**0.5, "w_out": found["w_out"] / hidden**0.5}
     leaves = {name: found[name] for name in ("x", "w_in", "w_out")} | {"weights": weights.to(dtype)}
@@ -59,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product for each expert. The host has the offsets of the experts' rows, so it does not wait for a GPU."""
+    """One product for each expert. The offsets of the experts' rows are on the host, so it does not wait for a GPU."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 
@@ -107,10 +107,10 @@ def _norms(inputs: Inputs, backend: str) -> Tensor:
 def _entry(forward: Any, peers: dict[str, Any], leaves: str, elements: Any, products: Any, **more: Any) -> Entry:
     """The entry of an operation on `_inputs`.
 
-    leaves: names of the inputs that have gradients, then the name of the output's gradient.
-    elements(shape): numbers of elements of the inputs and of the outputs. Backward reads the inputs and the gradients
+    leaves: names of the inputs that have gradients, then the name of the output's gradient, separated by spaces.
+    elements(shape): number of elements of all inputs, and of all outputs. Backward reads the inputs and the gradients
         of the outputs, and writes a gradient for each input.
-    products(shape): multiply-adds forward; training has three times as many.
+    products(shape): number of multiply-adds forward; training has three times as many.
     """
     *names, grad = leaves.split()
 

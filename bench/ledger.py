@@ -1,7 +1,7 @@
 """Reads and writes bench/results, and derives the ledger: the state of every operation on every backend.
 
-A result is the JSON of one machine. It has an entry for each operation, backend and dtype: the verdict of the
-verification, the measured figures, and a hash of the sources that ran.
+A result is the JSON of one machine. It has an entry for each operation, backend and dtype that ran: the verdict of the
+verification, the measured figures, and a hash of the sources.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Result = dict[str, Any]
 
 FIGURES = ("figures", "curves")  # the lists of figures in an entry
 
-# Keys of a figure, and the keys of its entry that have the same values. Files have them in the entry alone.
+# Keys of a figure, and the keys of its entry that have the same values. Files hold these values in the entry alone.
 SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}
 
-# Patterns of the files with a backend's kernels. If no file matches, the backend does not implement the operation.
+# Patterns of the files with a backend's kernels; {op} is an operation or its file_of. If no file matches, the backend
+# does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
     "cpu": "csrc/cpu/{op}*.cpp",
@@ -35,11 +36,11 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches what an operation's file in moe_kernels/library imports and calls of other operations.
+# Matches imports and calls of other operations in an operation's file in moe_kernels/library.
 _CALLED = re.compile(r"^from moe_kernels\.library\.(\w+) import|\bops\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
 
-# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so a new
-# operation changes it but no other kernel.
+# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
+# new operation would make all results stale.
 _INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
 
 
@@ -56,13 +57,14 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files whose changes make a result of this operation and backend stale.
+    """The files whose changes make a result of this operation and backend stale:
 
-    These are the operation's file in moe_kernels/ops, the files of its kernels and of other operations' kernels that
-    it calls (_CALLED), the headers that they include, and the modules and packages below moe_kernels/backends that they
-    import. For C++ and CUDA, also the Python files in backends/native that call the kernels and choose sizes; if they
-    import another operation's file, also that operation's kernels. *_cuda.py is excluded for the backend cpu, *_cpu.py
-    for cuda.
+    * the operation's file in moe_kernels/ops;
+    * the files of its kernels, and of the kernels of the operations that it calls (_CALLED);
+    * for C++ and CUDA, the files in backends/native of these operations (*_cuda.py not for the backend cpu, *_cpu.py
+      not for cuda), and the kernels of other operations whose files in backends/native they import;
+    * the headers that files of the last two kinds include, and the modules below moe_kernels/backends that they import,
+      directly or through others.
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
@@ -141,7 +143,7 @@ def read(folder: Path = RESULTS) -> list[Result]:
 
 
 def load(path: Path) -> Result:
-    """The result in a file that `write` wrote; figures have the values of SHARED again."""
+    """The result in a file that `write` wrote. Each figure gets the values of SHARED from its entry."""
     result: Result = json.loads(path.read_text())
     for entry in result["entries"]:
         shared = {key: entry[name] for key, name in SHARED.items()}
@@ -155,12 +157,12 @@ def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
 
 
 def stale(result: Result, root: Path = ROOT) -> list[str]:
-    """ "kwta cuda": the operations and backends of a result whose sources have changed since."""
+    """The operations and backends of a result whose sources have changed since, each as in "kwta cuda"."""
     return sorted({f"{each['operation']} {each['backend']}" for each in result["entries"] if is_stale(each, root)})
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """The state of one operation and backend, from the newest result that has them."""
+    """The state of one operation and backend, from the newest result that has both if there is one."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":
@@ -178,10 +180,10 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 
 
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
-    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition.
+    """State of a kernel that no GPU has run: the date when its PTX, executed on a CPU, agreed with the definition.
 
-    Of operations that share a file the oldest date counts; if one operation is stale, all are. An operation that was
-    not executed is "never run on a GPU".
+    Operations that share a file (file_of) share the oldest of their dates; if one of them is stale, all are. The state
+    of an operation that was not executed is "never run on a GPU".
     """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -208,7 +210,7 @@ def passed(entry: dict[str, Any]) -> bool:
 
 
 def _is_result_of(entry: dict[str, Any], op: str, backend: str) -> bool:
-    # GPU kernels that ran on a CPU (interpreted, or compiled for the host) do not count.
+    # Results of GPU kernels that ran on a CPU (interpreted, or compiled for the host) do not count.
     on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
     same = file_of("reference", entry["operation"]) == file_of("reference", op)
     return same and entry["backend"] == backend and on_gpu

@@ -33,10 +33,11 @@ Ceilings = dict[str, dict[str, float]]
 class Request:
     """Selects what is measured.
 
-    shapes: name of a set of shapes. routings: of that set, shapes with another routing are not measured.
-    peers: parts of the names of peers; None: all.
-    curves: also measure the set "scaling" of every operation: forward, in its first dtype, on the most threads.
-    first: name of a set that is measured before `shapes`, in the narrowest dtype alone.
+    shapes: name of a set of shapes. routings: shapes with another routing are left out, except in "scaling".
+    peers: only those whose names contain one of these parts; None: all.
+    curves: also measure the set "scaling" of every operation: forward, in the first dtype that is measured, on the
+        largest number of threads.
+    first: name of a set that is measured before `shapes`, in the narrowest dtype alone; empty: none.
     """
 
     shapes: str = "quick"
@@ -70,7 +71,7 @@ class Job:
 class Found:
     """Results of jobs: figures and points of the scaling curves.
 
-    left_out: reasons why figures are missing, and remarks on kernels that were measured, such as results that are off.
+    left_out: reasons why figures are missing, and remarks on measured kernels, such as a difference from PyTorch.
     failed: errors of kernels that passed the verification, by operation, backend and dtype.
     """
 
@@ -105,7 +106,7 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
     for (op, name, device), backends in allowed.items():
         entry, dtype = ENTRIES[op], getattr(torch, name)
         if dtype not in entry.dtypes:
-            left_out.append(f"{op} {name}: verified, and not among the dtypes that are measured")
+            left_out.append(f"{op} {name}: verified, but not among the dtypes that are measured")
             continue
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
@@ -162,7 +163,7 @@ def ceilings(jobs: list[Job]) -> Ceilings:
 
 
 def round_robin(jobs: list[Job]) -> list[Job]:
-    """Takes the operations and dtypes in turns, narrow dtypes first and curves last, in case the time runs out."""
+    """The jobs in an order for short runs: operations and dtypes in turns, narrow dtypes first; curves last."""
     groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
         groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
@@ -181,9 +182,10 @@ def run(
     until: float = math.inf,
     worker: Worker | None = None,
 ) -> Iterator[Found]:
-    """Measures each job for `budget` seconds, with a figure for each backend; no job starts after `until`.
+    """Yields for each job what was found: a figure for each backend, or why there is none.
 
-    worker: another process that measures; a kernel that breaks the GPU or exceeds JOB_SECONDS loses only its job.
+    budget: seconds for the samples of a job. until: value of time.monotonic() after which no job starts. worker:
+    another process that measures, so that a kernel that breaks the GPU or exceeds JOB_SECONDS loses only its job.
 
     If a job fails on a GPU, each of its kernels is measured alone and without peers, to find those that fail.
     """
@@ -243,7 +245,7 @@ def _failed(job: Job, why: str, found: Found | None = None) -> Found:
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name, and by kernel the other values of its figure (memory, sensors)."""
+    """Samples of kernels, peers and memcpy by name, and for each kernel more values of its figure, such as memory."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
@@ -268,7 +270,7 @@ def _samples(
         sets = [first_inputs, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
         waiting = {name for name, call in bound.items() if timing.host_sync_error(call)}
         found.left_out += [
-            f"{job.op} by {name}: it waits for the GPU, so plain calls were timed, not a CUDA graph" for name in waiting
+            f"{job.op} by {name}: the host waits for the GPU, so plain calls were timed, not a graph" for name in waiting
         ]
         launches = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(launches, len(sets), budget)
@@ -284,26 +286,26 @@ def _samples(
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
-    """Reports kernels whose output differs from that of PyTorch's composition; other choices at ties may cause it."""
+    """Adds a remark on each kernel whose output differs by more than TOLERANCE from a composition in PyTorch."""
     name = next((name for name in others if name in ENTRIES[job.op].peers), None)
     if name is not None:
         expected = others[name](inputs)
         for backend in job.backends:
             off = _difference(calls[backend](inputs), expected)
             if off > TOLERANCE:
-                found.left_out.append(f"{job}: {backend} is off from {name} by {off:.2g} of its norm")
+                found.left_out.append(f"{job}: the relative difference of {backend} from {name} is {off:.2g}")
 
 
 def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
 ) -> Calls:
-    """The peers that run here. Those of other packages must also agree with the kernel."""
+    """The peers that have the job's direction and run here. Peers of other packages must also agree with `kernel`."""
     entry = ENTRIES[job.op]
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
         if job.direction in by_direction:
-            # Tests compare PyTorch's compositions with the kernels; other packages may run for the first time.
+            # Compositions in PyTorch need no comparison here: the test suite compares them with the kernels.
             wrong = _wrong(by_direction[job.direction], None if name in entry.peers else kernel, inputs)
             if wrong:
                 missing[name] = wrong
@@ -315,7 +317,7 @@ def _peers(
 
 
 def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs) -> str:
-    """The reason why a peer is not compared: it raises or, if `kernel` is given, differs from it by over TOLERANCE."""
+    """The reason not to time a peer: it raises, or differs from `kernel` (if given) by more than TOLERANCE; else ""."""
     try:
         got = peer(inputs)
     except Exception as raised:
@@ -325,9 +327,9 @@ def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] 
 
 
 def _difference(found: object, expected: object) -> float:
-    """Norm of the difference divided by that of the expected tensor; the largest value of all tensors of an output.
+    """Norm of the difference, divided by the norm of the expected tensor; the largest quotient of an output's tensors.
 
-    Infinite if the numbers or shapes of tensors differ, or a difference is NaN.
+    Infinite if the numbers or shapes of tensors differ, or a quotient is NaN.
     """
     pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (found, expected))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
@@ -351,8 +353,8 @@ def figure(
 ) -> Figure:
     """The figure of one kernel: microseconds (median, 10th and 90th percentile), GB/s, GFLOP/s and ratios.
 
-    ceiling_percent: the least time at the speeds of `limit` in percent of the time taken. over_memcpy: the time divided
-    by that of a copy of as many bytes. peers: how many times as fast as each.
+    ceiling_percent: the least time at the speeds of `limit`, in percent of the time taken. over_memcpy: the time
+    divided by that of a copy that moves the least bytes. peers: how many times as fast as each peer the kernel is.
     """
     entry = ENTRIES[job.op]
     size, flops = entry.least_bytes(job.shape, job.dtype, job.direction), entry.flops(job.shape, job.direction)
