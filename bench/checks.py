@@ -148,7 +148,7 @@ def verify_all(
 ) -> dict[Row, dict[str, str]]:
     """Verifies operations on backends in every dtype; returns rows with their `kernel_checks` (empty if `small`).
 
-    Each operation, backend and dtype has its own process, since after a fault on a GPU its process cannot use it again.
+    Each operation, backend and dtype has its own process, since a process cannot use a GPU after a fault there.
     seconds: limit for all of them. log: file for the output of processes with a failure.
     """
     until = time.monotonic() + seconds

@@ -176,7 +176,7 @@ EXTRA = {
 def executor() -> Iterator[Any]:
     """In the block Triton and CUDA kernels take CPU tensors, and tests/ptx executes their PTX.
 
-    Triton's kernels still do so after the block. Yields the module `session` of tests/ptx.
+    For Triton's kernels this does not end with the block. Yields the module `session` of tests/ptx.
 
     Raises:
         NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.

@@ -108,7 +108,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
 
 
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
-_GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
+_GROWTH = ("operation", "backend", "dtype", "setting", "first", "last", "time", "work", "first ceiling", "last ceiling")
 _MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}
 _TELEMETRY = {"launch_us": "host us a call", "joules_per_call": "J a call", "watts": "W", "celsius": "C"}
 _TELEMETRY |= {"memory_mhz": "memory MHz", "throttled": "throttled by", "sm_mhz": "SM MHz"}

@@ -25,7 +25,7 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few; `bench gpu` measures them first) and
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few shapes, which `bench gpu` measures first) and
         "scaling", in which one size grows by a factor of 128.
     complete(shape, device type): the shape with its missing sizes; on a CPU some operations reduce tokens and experts.
     inputs(shape, dtype, device): fresh random inputs.

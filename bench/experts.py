@@ -59,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product for each expert. The offsets of the experts' rows are on the host, so it does not wait for a GPU."""
+    """One product for each expert. The host has the offsets of the experts' rows, so it need not wait for a GPU."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 

@@ -24,11 +24,11 @@ Result = dict[str, Any]
 
 FIGURES = ("figures", "curves")  # the lists of figures in an entry
 
-# Keys of a figure, and the keys of its entry that have the same values. Files hold these values in the entry alone.
+# Keys of a figure -> keys of its entry that have the same values. Files hold these values in the entry alone.
 SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}
 
-# Patterns of the files with a backend's kernels; {op} is an operation or its file_of. If no file matches, the backend
-# does not implement the operation.
+# Patterns of the files with a backend's kernels; {op} is the name of the operation or of its file (file_of). If no file
+# matches, the backend does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
     "cpu": "csrc/cpu/{op}*.cpp",

@@ -270,7 +270,7 @@ def _samples(
         sets = [first_inputs, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
         waiting = {name for name, call in bound.items() if timing.host_sync_error(call)}
         found.left_out += [
-            f"{job.op} by {name}: the host waits for the GPU, so plain calls were timed, not a graph" for name in waiting
+            f"{job.op} by {name}: the call waits for the GPU, so it was timed without a CUDA graph" for name in waiting
         ]
         launches = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(launches, len(sets), budget)
