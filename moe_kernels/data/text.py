@@ -1,4 +1,4 @@
-"""Text, byte by byte: Tiny Shakespeare, WikiText, enwik8, text8, or any other file."""
+"""Texts, one token a byte: Tiny Shakespeare, WikiText, enwik8, text8, or another .txt file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Text(Tensors):
     vocabulary: bytes
 
     def windows(self, part: str, length: int) -> Tensor:
-        """Windows uint8 (n, length + 1), a view: adjacent pieces of `length` tokens, each with the token after it."""
+        """uint8 (n, length + 1), n = (tokens - 1) // length, a view: adjacent pieces, each with the token after it."""
         tokens: Tensor = getattr(self, f"{part}_tokens")
         if len(tokens) <= length:
             raise ValueError(f"data: {self.name}: expected more than {length} bytes of {part} text, got {len(tokens)}")
@@ -54,7 +54,7 @@ def _pattern(part: re.Match[str]) -> str:
 
 
 def load(file: Path) -> Text:
-    """A text in one file: enwik8 and text8 in their usual 90, 5 and 5 million bytes, others in the same proportion."""
+    """A text in one file: 90 % of its bytes to train, then 5 % to validate and 5 % to test, as usual for enwik8."""
     content, name = read(file), file.name.partition(".")[0]
     if name in ("enwik8", "text8") and len(content) != HUNDRED_MILLION:
         raise ValueError(f"data: {file}: expected the {HUNDRED_MILLION} bytes of {name}, got {len(content)}")
@@ -65,7 +65,7 @@ def load(file: Path) -> Text:
 
 
 def load_parts(place: Path) -> Text:
-    """A text whose parts are files: test, and train or valid or both.
+    """A text whose parts are files: test, and train or valid or both. place: folder/set*.kind, as `find` returns it.
 
     Without a training file the validation file is the training set, the validation set is empty, and the name says so.
     """

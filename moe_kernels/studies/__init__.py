@@ -1,7 +1,7 @@
 """python -m moe_kernels study NAME: experiments of the papers, or on their claims, for which `train` is not enough.
 
 studies/<name>.py defines one subclass of Study, a frozen dataclass. Its fields are the options of the command line, as
-in a recipe. `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
+in a recipe. `run` prints a table; with --out it also writes rows (CSV) and a picture to that folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def find(name: str) -> type[Study]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Declares the options of a study. words: the command line after "study"; its first word names the study."""
+    """Declares the options of the study that is the first of `words`, the command line after "study".
+
+    If there is no word, or the first is an option such as --help, they are the options of the first of `names`.
+    """
     name = words[0] if words and not words[0].startswith("-") else names()[0]
     try:
         study = find(name)
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         parser.error(str(error))
     parser.description = f"{sys.modules[study.__module__].__doc__}\nStudies: {', '.join(names())}."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("study", choices=names(), help="comes before its options")
+    parser.add_argument("study", choices=names(), help="name of the study; options come after it")
     for field in dataclasses.fields(study):
         add_field(parser, field, study.SIDES)
     parser.add_argument("--out", type=Path, help="folder for rows and picture (default: none written)")

@@ -6,13 +6,13 @@ here a linear assignment finds it exactly. The study trains on MovieLens, permut
 later, and continues. Arms:
 
 * none: no permutation.
-* random, best: a random permutation (the control), and the best one.
-* paper, wide: the local search with the paper's schedule, and with LocalSearch's schedule "wide".
-* untrained: schedule "wide" with fixed random scores.
+* random: one random permutation, as a control. best: the permutation with the lowest training loss.
+* paper, wide: local search with LocalSearch's schedule "paper" or "wide".
+* untrained: as wide, but the scores from which the permutation is computed stay random.
 
 The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
-this loss over all permutations; for every arm the test loss at the end; for the searches the distance of the last soft
-permutation from a hard one.
+this loss over all permutations; for every arm the loss at the end on at most 50,000 test rows; for arms paper, wide and
+untrained LocalSearch's `distance`, that of the last soft permutation from the hard one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Permutation(Study):
     data: str = option("", "folder with MovieLens: ratings.dat or movielens_*.csv")
     arms: tuple[str, ...] = option(ARMS, "arms to compare", choices=ARMS)
     rows: int = option(20_000, "training rows; the paper: 200,000", low=1)
-    epochs: int = option(10, "passes over the rows; the search uses the first half, as in the paper", low=2)
+    epochs: int = option(10, "passes over the rows; local search learns in the first half, as in the paper", low=2)
     lr: float = option(2.5e-4, "learning rate of Adam; the paper: 2.5e-5, on ten times as many rows", low=0)
-    at: tuple[int, ...] = option((0, 1), "epochs after which arms random and best permute", low=0)
+    at: tuple[int, ...] = option((0, 1), "arms random and best have runs that permute after so many epochs", low=0)
     seeds: int = option(3, "seeds of each arm", low=1)
     experts: int = option(16, "experts that users are hashed to", low=2)
 
@@ -60,7 +60,7 @@ class Permutation(Study):
                     rows.append(self._arm(data, arm, epoch, seed))
                     print(line_of(rows[-1]), flush=True)
         print(f"\n{_table(rows)}")
-        print("Training losses are of all rows at the permutation. Mean ± spread over the seeds.")
+        print("Training losses: of all training rows, at the permutation. Mean ± standard deviation over seeds.")
         if out is not None:
             write_rows(out / "permutation.csv", rows)
             _draw(out / "permutation.png", rows)
@@ -120,7 +120,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
     rated = stars != 0
-    scale = len(stars) / rated.sum().clamp(min=1)  # callers divide by all rows, but the mean error is over rated ones
+    scale = len(stars) / rated.sum().clamp(min=1)  # callers divide by all rows; the mean error is over rated ones
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()
     for expert in range(gate.num_experts):

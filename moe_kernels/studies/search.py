@@ -4,9 +4,10 @@ Every trial draws its hyperparameters from the paper's grid for MovieLens (suppl
 log-uniform in [5e-5, 5e-4], the smooth step's gamma from {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search),
 lambda of the entropy loss from {0.05, 0.1, 0.5, 1, 5, 10}, and 1 to 10 epochs of permutation learning. By default a
 trial trains for at most 100 epochs, stops after 25 epochs without a better validation loss, and keeps the best
-evaluation. Table 2 has the mean test loss of the best 5 % of the trials by validation loss. The bootstrap (appendix F)
-draws s trials and takes the test loss of the one with the best validation loss; its result is the mean of 1000 draws,
-for s up to half of the trials and at most 250. The paper has 500 trials a gate.
+evaluation. The paper's Table 2 and the printed table have the mean test loss of the best 5 % of the trials by
+validation loss. The bootstrap (appendix F) draws s different trials and takes the test loss of the one with the best
+validation loss; its result is the mean of 1000 such draws, for s up to half of the trials and at most 250. The paper
+has 500 trials of each gate.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Search(Study):
     eval_rows: int = option(0, "largest number of validation and of test rows; 0: that of the training rows", low=0)
     epochs: int = option(100, "largest number of passes over the rows", low=1)
     patience: int = option(25, "a trial stops after so many epochs without a better validation loss", low=1)
-    alpha: float = option(0.9, "weight of the task watched in the loss; the paper: 0.1 and 0.9", low=0, high=1)
+    alpha: float = option(0.9, "weight of task 'watched' in the loss; the paper: 0.1 and 0.9", low=0, high=1)
     draws: int = option(1000, "draws of the bootstrap", low=1)
 
     def run(self, out: Path | None) -> None:
         data = self.load(self.data, Ratings)
         rows: list[dict[str, Any]] = []
-        for trial in range(self.trials):  # in turns, so that an interrupted search has trials of every gate
+        for trial in range(self.trials):  # gates in turn, so that an interrupted search has trials of all
             for side in self.sides:
                 rows.append(self._trial(data, side, trial))
                 print(line_of(rows[-1]), flush=True)
@@ -57,7 +58,7 @@ class Search(Study):
                     write_rows(out / "search.csv", rows)
         curves = {side: bootstrap([row for row in rows if row["side"] == side], self.draws) for side in self.sides}
         print(f"\n{_table(rows, curves)}")
-        print("Test loss: mean ± standard error of the best 5 % by validation, at least one trial.")
+        print("Test loss: mean ± standard error over the best 5 % of the trials by validation loss, at least one.")
         if out is not None:
             text = "side,trials,test loss\n" + "".join(
                 f"{side},{size},{loss}\n" for side, curve in curves.items() for size, loss in curve.items()
@@ -100,7 +101,7 @@ class Search(Study):
 
 
 def bootstrap(rows: Sequence[dict[str, Any]], draws: int) -> dict[int, float]:
-    """By s: the test loss of the best of s random trials by validation loss, averaged over `draws` draws."""
+    """s -> mean over `draws` draws of s different trials: the test loss of the trial with the least validation loss."""
     valid, test = (torch.tensor([row[name] for row in rows]) for name in ("valid loss", "test loss"))
     generator = torch.Generator().manual_seed(0)
     sizes = [size for size in (1, 2, *range(5, 251, 5)) if size <= max(len(rows) // 2, 1)]

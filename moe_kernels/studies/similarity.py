@@ -1,10 +1,10 @@
 """Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
 
-By default there are 500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0
-to 100, and networks with 10 hidden layers of 512 neurons. For every pair the study computes the cosine of the inputs,
-and means over 10 networks of two cosines: of the masks of all layers, and of the masked activations. The paper draws 10
-networks for every pair, as --fresh does; by default all pairs use the same 10, which takes seconds instead of minutes.
-p = 1 is the dense network, the baseline of Figure 2b.
+As in the paper, there are by default 500 pairs of inputs of length 100. An input has a random integer mu from 0 to 100
+and components from N(mu, 25). The networks have 10 hidden layers of 512 neurons. For every pair the study computes the
+cosine of the inputs, and means over 10 networks of two cosines: of the masks and of the masked activations, each of all
+hidden layers together. The paper draws 10 networks for every pair, as --fresh does; by default all pairs use the same
+10, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from moe_kernels.train.plotting import write_picture
 
 @dataclass(frozen=True)
 class Similarity(Study):
-    """The study's options; their defaults are the paper's, except those of `fresh` and `activation`."""
-
     pairs: int = option(500, "pairs of inputs", low=1)
     networks: int = option(10, "networks of random weights", low=1)
     fresh: bool = option(False, "draw new networks for every pair, as the paper does")
@@ -60,7 +58,7 @@ class Similarity(Study):
             rows.append((f"{p:g}", *(f"{number:.3f}" for number in numbers)))
         header = ("keep p", "rank correlation with masks", "with activations", "slope of masks", "of activations")
         print(info.table(header, rows))
-        print("Cosine of the two inputs against the cosine of their masks, and of their masked activations.")
+        print("Over all pairs: cosine of the two inputs against that of their masks or masked activations.")
         if out is not None:
             self._write(out, of_inputs, masks, activations)
 
@@ -105,7 +103,7 @@ def _ranks(x: Tensor) -> Tensor:
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation; equal values are ranked in their order. NaN if a or b is constant."""
+    """Spearman's rank correlation, but of equal values the earlier has the lower rank. NaN if a or b is constant."""
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         return float("nan")
     return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])

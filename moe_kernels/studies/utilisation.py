@@ -1,8 +1,9 @@
 """Paper 000, section 4.1.2 and Figure 3: how often is each neuron of a random COMET network active, and are any dead?
 
-By default 1000 random networks of 4 linear layers, with N ~ U(100, 1000) neurons a hidden layer and sparsity
-1 - p ~ U(0.05, 1), get the whole data set. A neuron is dead if no image activates it. On CIFAR-10 the paper finds
-7.6e-4 % of all neurons dead, in fewer than 2 % of the networks; many dead neurons are active on CIFAR-100 (--other).
+As in the paper, 1000 random networks of 4 linear layers, 3 of them hidden, by default get all images of the data set.
+Each network draws one width N ~ U(100, 1000) for its hidden layers and a sparsity 1 - p ~ U(0.05, 1). A neuron is dead
+if no image activates it. On CIFAR-10 the paper finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks;
+many of the dead neurons are active on CIFAR-100 (here --other).
 In digits and MNIST the mean image is far from zero, so more neurons are dead; --centre subtracts the mean.
 """
 
@@ -27,16 +28,14 @@ BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # lower ends of the table's ranges of
 
 @dataclass(frozen=True)
 class UtilisationStudy(Study):
-    """The study's options; their defaults are the paper's, except that of `data`."""
-
     data: str = option("digits", "images: digits, or a path to CIFAR-10 or another set")
-    other: str = option("", "a second set of as many pixels, to count the dead neurons that are active on it")
+    other: str = option("", "a second set, of images of the same size: counts the dead neurons that it activates")
     centre: bool = option(False, "subtract the mean image of the data from both sets")
     networks: int = option(1000, "networks of random weights", low=1)
     layers: int = option(4, "linear layers: one more than hidden ones", low=2)
     width: tuple[int, ...] = option((100, 1000), "smallest and largest number of neurons of a hidden layer", low=1)
     sparsity: tuple[float, ...] = option((0.05, 1.0), "smallest and largest 1 - p", low=0, high=1)
-    samples: int = option(0, "images, the first ones of the set; 0: all", low=0)
+    samples: int = option(0, "use only so many images of each set, the first ones; 0: all", low=0)
 
     def run(self, out: Path | None) -> None:
         first, second = self._images(self.data), self._images(self.other) if self.other else None

@@ -1,9 +1,9 @@
 """Compares every kernel that can run here with its definition (backend "reference"): outputs and gradients.
 
-Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
-and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
-same dtype, plus the operation's floor times epsilon (for float64 times 32 epsilon). These errors are relative to the
-largest finite magnitude of the output.
+Outputs in Operation.exact must equal the definition's bit for bit: their error is the number of wrong elements. The
+error of every other output is its largest distance from the definition in float64, relative to the largest finite
+magnitude there. It may be twice the error of the definition in the same dtype, plus Operation.floor epsilons of that
+dtype (of float64: 32 times as many).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside the block torch.empty fills memory with NaN (integers: the largest), to show elements no kernel wrote."""
+    """Inside the block torch.empty fills memory with NaN (integers: the largest), to show unwritten elements."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -197,8 +197,8 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
-            # In float64 the reference is also the truth, so its error counts as 0. But the reference rounds as well:
-            # sums of 1024 numbers in two orders differ by some 20 epsilons.
+            # In float64 the reference is also the truth, so its error counts as 0 although it rounds too. Sums of 1024
+            # numbers in two orders can differ by more than 10 epsilons.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 

@@ -1,4 +1,4 @@
-"""Cases of the grouped GEMM on gathered rows. The second product of expert_mlp is tested on rows without a gather."""
+"""Cases of the grouped GEMM with row_token, and the inputs that cases of expert_mlp and expert_norms take from."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
-FLOOR = 8.0  # sums of sums in two orders differed by at most 4.4 epsilons in random draws
+FLOOR = 8.0  # in two successive products the order of the sums changes results by several epsilons
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T, for full tiles
-NARROW = (128, 128, 128)  # tensor-core kernels have other tiles for few columns
+LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T: kernels have tiles that are full
+NARROW = (128, 128, 128)  # sizes as in SIZES; some kernels have other tiles for so few columns
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Operation, which says how an operation is verified, and helpers for its cases and its run."""
+"""The description of an operation that `verify` needs, and functions for its cases and calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Operation:
         at most 2 rows of at most 500 elements, for sinkhorn 3 matrices of at most 70 x 70.
     run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
     exact: names of the outputs that must equal those of the reference bit for bit.
-    floor: other outputs may have twice the reference's error plus floor epsilons of their dtype (float64: 32 floor).
+    floor: the error of other outputs may be twice the reference's plus `floor` epsilons of their dtype (float64:
+        32 * floor epsilons).
     """
 
     cases: Callable[[torch.dtype, str, bool], Iterator[Case]]
@@ -41,10 +42,10 @@ class Operation:
 def differentiated(
     call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
 ) -> Outputs:
-    """Outputs of call(**inputs, **fixed), keyed by `names`, and the gradients to those `leaves` that are in `inputs`.
+    """Outputs of `call`, keyed by `names`, and gradients of those `leaves` that are in `inputs` and are not None.
 
-    Inputs with names that begin with "grad" are not arguments. Sorted by name, they are the gradients of the outputs
-    that require one, in the order of `names`.
+    The arguments of `call` are `fixed` and the inputs, without those whose names begin with "grad". These, sorted by
+    name, are the gradients of the outputs that require one, in the order of `names`.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}

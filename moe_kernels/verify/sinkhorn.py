@@ -1,4 +1,4 @@
-"""Cases of Sinkhorn: tau from 1 down to 1e-7, forbidden entries, and sums other than one with a tolerance."""
+"""Cases of Sinkhorn: tau from 1 down to 1e-7, forbidden entries (-inf), and row and column sums with a tolerance."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     # n = 80: above n = 64, GPU kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
-        # No low temperatures in float64: with tau = 1e-7 rounding changes scores / tau by 1e-9, and with tau = 0.05
-        # gradients are differences of terms a hundred times as large.
+        # No low tau in float64, in which the allowed error is 6e-14: with tau = 1e-7 rounding changes scores / tau by
+        # 1e-9, and with tau = 0.05 a gradient is a difference of terms that are a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=generator).to(dtype)
