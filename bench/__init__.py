@@ -1,1 +1,1 @@
-"""python -m bench: times every operation beside other implementations (peers), and reports the results."""
+"""python -m bench: times the operations beside other implementations (peers), and reports the results."""

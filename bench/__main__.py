@@ -1,4 +1,4 @@
-"""The commands of `python -m bench`."""
+"""The commands of `python -m bench`, except predict, which is in predict_command.py."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from moe_kernels import info
 from moe_kernels.verify import KERNELS, OPERATIONS, Row, idle, verify
 
 app = typer.Typer(
-    help="Times every operation beside other implementations (peers), a copy and a matrix product; keeps the results.",
+    help="Times the operations beside other implementations (peers), a copy and a matrix product; writes the results.",
     add_completion=False,
     no_args_is_help=True,
 )
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
-WRITE_SECONDS = 15  # least time between two writes of an unfinished result
+WRITE_SECONDS = 15  # least time between two writes of a result while it is measured
 
 
 class Shapes(str, Enum):
@@ -52,7 +52,7 @@ SEVERAL = "Repeat the option, or separate values with commas. Default: all."
 DTYPES = ("float32", "bfloat16", "float16")
 Ops = Annotated[list[str] | None, typer.Option("--op", help=f"Operations. {SEVERAL}")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}. {SEVERAL}")]
-Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}; several with commas.")]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"To measure: {', '.join(DTYPES)}; several with commas.")]
 Routings = Annotated[list[str] | None, typer.Option("--routing", help=f"{', '.join(ROUTINGS)}. {SEVERAL}")]
 Peers = Annotated[
     list[str] | None,
@@ -63,8 +63,8 @@ Threads = Annotated[
     list[int] | None,
     typer.Option("--threads", help="CPU threads; repeat the option for several. Default: 1 and torch's number."),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", help="Time of the samples of each shape, dtype and direction.")]
-ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Set of shapes of the registry.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Sampling time of one measurement, at most.")]
+ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="The set of shapes.")]
 
 
 @app.command("run")
@@ -83,7 +83,7 @@ def run_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies the kernels that run here, measures correct ones, and writes <out>/<device>.json, report.md and .html.
+    """Verifies the kernels that run here, measures correct ones; writes <device>.json, report.md and report.html.
 
     With --minutes the operations take turns, and the report lists what there was no time to measure. The status is 1 if
     a kernel is wrong, and 2 if a given --backend cannot run here.
@@ -110,13 +110,14 @@ def verify_command(
     seconds: Seconds = 0.4,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
 ) -> None:
-    """Checks values and repeated results, and measures. On a GPU also checks host waits, runs tests and sanitizers.
+    """Verifies kernels, checks that repeated calls give the same bits, and measures.
 
-    Writes <device>.json, by default into bench/results, from which `report`, the README and the documentation read.
+    On a GPU it also checks that the host does not wait, and runs the test suite and compute-sanitizer. Writes
+    <device>.json, by default into bench/results, which `report`, README.md and the documentation are made from.
     """
     _describe_machine()
     if not torch.cuda.is_available():
-        console.print("No GPU here: the kernels of Triton and CUDA are not checked on one.")
+        console.print("No GPU here: no kernel of Triton or CUDA is checked on a GPU.")
     request = _request(shapes, None, None, dtype, None, True)
     rows = _verify(op, backend)
     _exit_if_idle(backend, list(rows))
@@ -126,7 +127,7 @@ def verify_command(
 @app.command("gpu")
 def gpu_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="No test suite and no sanitizers; within two minutes.")
+        bool, typer.Option("--quick", help="Fewer shapes, no test suite, no sanitizers; within two minutes.")
     ] = False,
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time to verify, measure and check. Default: 8.5, with --quick 1.75.")
@@ -140,7 +141,7 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # build and report come on top
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # the build and the report take more
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
@@ -154,7 +155,7 @@ def gpu_command(
     finally:
         document.write(ledger.read(out), out)
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
-        console.print(f"report {out / 'report.md'}, tables in {report.README}", soft_wrap=True)
+        console.print(f"report {out / 'report.md'}, table in {report.README}", soft_wrap=True)
         if log.exists():
             console.print(f"output of failed commands {log}", soft_wrap=True)
 
@@ -168,10 +169,10 @@ def profile_command(
     shapes: ShapeSet = Shapes.quick,
     shape: Annotated[int, typer.Option("--shape", min=0, help="Index of the shape in its set.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
-    tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
+    tools: Annotated[bool, typer.Option(help="On a GPU also run Nsight Compute and proton, if installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one operation; prints each kernel's share, and its time divided by the least time of the whole call."""
+    """Traces one call; prints each kernel's share of the time, and its time over the floor, the call's least time."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -183,7 +184,7 @@ def profile_command(
     for each in found.lines:
         launches = "-" if each.launches is None else f"{each.launches:g}"
         lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
-    print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
+    print_table(str(job), ("kernel", "launches a call", "us", "share", "floors"), lines)
     console.print(
         f"the floor is {found.floor_us:.4g} us, {found.floor_us / found.us:.0%} of the {found.us:.4g} us of the call"
     )
@@ -199,7 +200,7 @@ def profile_command(
 def tiles_command(
     out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
 ) -> None:
-    """Times the candidate tiles of Triton's grouped GEMM at the shapes of set "aims". Takes minutes. Needs a GPU."""
+    """Times candidate tiles of Triton's grouped products at the shapes of set "aims". Takes minutes. Needs a GPU."""
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)
@@ -214,10 +215,10 @@ def tiles_command(
 
 @app.command("transformers")
 def transformers_command(
-    seconds: Annotated[float, typer.Option("--seconds", help="Time of the samples of each shape and mode.")] = 1.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Sampling time of each shape and mode.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Where transformers.csv goes.")] = OUT,
 ) -> None:
-    """Times experts of transformers in prefill, decode and training, on these kernels and on transformers' own."""
+    """Times experts of transformers in prefill, decode and training, with our kernels and transformers' own."""
     if models.missing():
         console.print(models.missing())
         raise typer.Exit(2)
@@ -238,11 +239,11 @@ def _ratio(figure: models.Figure, peer: str) -> str:
 
 @app.command("report")
 def report_command(
-    results: Annotated[list[Path] | None, typer.Argument(help="Results. Default: those of bench/results.")] = None,
+    results: Annotated[list[Path] | None, typer.Argument(help="JSON files. Default: those of bench/results.")] = None,
     out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
-    readme: Annotated[bool, typer.Option("--readme", help="Rewrite the table of README.md.")] = False,
+    readme: Annotated[bool, typer.Option("--readme", help="Only update README.md, from bench/results.")] = False,
 ) -> None:
-    """Writes report.md and report.html, and prints their table of states and the ratios; or updates README.md."""
+    """Writes report.md and report.html, and prints their tables of states and of ratios; or updates README.md."""
     if readme:
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")
@@ -256,7 +257,7 @@ def report_command(
 def compare_command(
     before: Annotated[Path, typer.Argument(help="A result: the JSON of an earlier run.")],
     after: Annotated[Path, typer.Argument(help="A result of a later run on the same device.")],
-    tolerance: Annotated[float, typer.Option(help="Allowed change: 0.2 is a fifth longer.")] = 0.2,
+    tolerance: Annotated[float, typer.Option(help="Allowed change; 0.2 allows 1.2 times as long.")] = 0.2,
 ) -> None:
     """Lists the calls that became slower or faster beyond the tolerance; the status is 1 if any became slower."""
     old, new = map(ledger.load, (before, after))
@@ -336,9 +337,9 @@ def _measure_and_check(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Measures the rows, and writes the result repeatedly, as the run may be cut off before its end.
+    """Measures the rows and runs checks; writes the result repeatedly, as the run may be cut off before its end.
 
-    proof: on a GPU, also run the test suite and compute-sanitizer, in the last 2/5 of the time.
+    proof: on a GPU, also run the test suite and compute-sanitizer; measuring then gets 3/5 of the time before `until`.
     """
     on_gpu = torch.cuda.is_available()
     found = {row: words if row.device == "cuda" else checks.kernel_checks(row) for row, words in rows.items()}
@@ -386,12 +387,12 @@ def exchange_command(
     model: Annotated[str, typer.Option(help="To predict: tokens of a rank; rest as --size.")] = "8192,2048,768,256,8",
     skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
-    inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
-    outside: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, in each direction.")] = 50.0,
+    inside: Annotated[float, typer.Option(help="GB/s between a rank and its node, in each direction.")] = 450.0,
+    outside: Annotated[float, typer.Option(help="GB/s between a rank and other nodes, in each direction.")] = 50.0,
     latency: Annotated[float, typer.Option(help="Microseconds of an empty all-to-all.")] = 20.0,
     tflops: Annotated[float, typer.Option(help="TFLOP/s of the experts' products on a rank.")] = 400.0,
 ) -> None:
-    """Measures a layer of experts across processes of this machine, and predicts its time for other machines."""
+    """Measures a layer of experts across processes of this machine, and predicts the time of one on other machines."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
     try:
@@ -407,7 +408,7 @@ def exchange_command(
         header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB predicted")
         print_table(f"Measured, {measured}, float32, gloo, one thread a rank", header, rows)
     machines = [Machine(n, node, inside * 1e9, outside * 1e9, latency * 1e-6, tflops * 1e12) for n in predict]
-    columns = ("ranks", "router", "busiest rank's rows", "exchange ms", "experts ms", "exchange", "MB of a rank")
+    columns = ("ranks", "router", "most rows / mean", "exchange ms", "experts ms", "exchange", "most MB sent")
     print_table(
         f"Predicted, {modelled} a rank, bfloat16, training", columns, exchange.predictions(modelled, machines, skew, 2)
     )
@@ -421,12 +422,12 @@ def _measure(
     until: float = math.inf,
     write: Callable[[ledger.Result], object] = lambda result: None,
 ) -> ledger.Result:
-    """Measures the verified rows; calls `write` with the result before, during and after."""
+    """Measures the verified rows; calls `write` with the result before, while and after measuring."""
     jobs, left_out = measure.plan(rows, request)
     found = measure.Found(left_out=left_out)
     if until < math.inf:
         jobs = measure.round_robin(jobs)
-    # Samples get half of the time, since inputs, warm-up and graphs take about as long.
+    # Samples get half of the time, since inputs, warm-up and CUDA graphs take about as long.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     write(measure.result(rows, found, {}))
     with Worker() if torch.cuda.is_available() else nullcontext() as worker:

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
-    _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
+    _add_verify(commands.add_parser("verify", help="compare every kernel that can run here with its definition"))
     train = commands.add_parser("train", help="train the systems of a paper, as a recipe says, and print a table")
     if words[:1] == ["train"]:  # loads modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs every kernel that can run on this machine against its reference and prints the worst error and the "
-        "allowed one: the number of wrong elements of selected or copied outputs, a relative error of computed ones. "
-        "Exit status 1 on any failure, 2 if a backend given with --backend could run nothing. TRITON_INTERPRET=1 runs "
-        "the Triton kernels on the CPU, slowly."
+        "Compares every kernel that can run on this machine with its definition. Prints the worst error and the "
+        "allowed one: of selected or copied outputs the number of wrong elements, of computed ones a relative error. "
+        "Exit status 1 if a kernel failed, else 2 if a backend given with --backend could run nothing. "
+        "TRITON_INTERPRET=1 runs the Triton kernels on the CPU, slowly."
     )
-    parser.add_argument("--op", action="append", default=[], metavar="NAME", help="one operation; may be repeated")
-    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="one backend; may be repeated")
+    parser.add_argument("--op", action="append", default=[], metavar="NAME", help="default: all; may be repeated")
+    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="default: all; may be repeated")
     parser.add_argument("--small", action="store_true", help="small inputs only, for interpreters and sanitizers")
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 def register(cls: type[Any], constants: tuple[str, ...] = ()) -> None:
     """Makes cls a pytree node. The fields in `constants` are the node's context, all other fields its children.
 
-    register_dataclass of torch does not keep constants: fields that are no children get their default (torch 2.13).
+    torch's register_dataclass would drop the constants: a rebuilt instance has their defaults (torch 2.13).
     """
     children = [field.name for field in fields(cls) if field.name not in constants]
 

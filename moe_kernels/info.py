@@ -83,7 +83,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def driver() -> str:
-    """Version of the NVIDIA kernel driver; "none" without a driver, "unknown" if /proc holds no version."""
+    """Version of the NVIDIA kernel driver; "none" if its file in /proc cannot be read, "unknown" if that has none."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -99,7 +99,7 @@ def version(package: str) -> str:
 
 
 def extensions() -> list[tuple[str, str]]:
-    """Each extension module with its instruction set or CUDA version and architectures, or with its import error."""
+    """_cpu with its instruction set, _cuda with versions and architectures; either with its import error instead."""
     rows = [("_cpu", instruction_set())]
     try:
         _cuda: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path

@@ -1,4 +1,4 @@
-"""RoutingPlan: the row of every token's choice of an expert, computed once and used by several operations."""
+"""RoutingPlan: which choices of the tokens get a row, and which row; computed once and used by several operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class RoutingPlan:
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices has the row
         slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
-        requested      (E)             choices per expert; plan_priority: first choices; plan_expert_choice: as kept
+        requested      (E)             requests to each expert; after plan_priority the tokens that score it highest,
+                                       after plan_expert_choice as kept
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 
@@ -48,7 +49,7 @@ class RoutingPlan:
         [0, 2, 4]
         >>> plan.row_token.tolist()                        # expert 0: tokens 0, 1 (2 came third); expert 1: 3, then 0
         [0, 1, 3, 0]
-        >>> plan.row_choice.tolist()                       # token 3's first choice, token 0's second
+        >>> plan.row_choice.tolist()                       # rows 0 to 2: first choices; row 3: a second choice
         [0, 0, 0, 1]
         >>> plan.slot_row.tolist()
         [[0, 3], [1, -1], [-1, -1], [2, -1]]
@@ -76,12 +77,12 @@ class RoutingPlan:
 
     @property
     def dropped_share(self) -> Tensor:
-        """The share of requested choices that were dropped, a float32 scalar; 0 if no choice was requested."""
+        """The share of the requests that were dropped, a scalar in torch's default dtype; 0 without requests."""
         return self.dropped / self.requested.sum().clamp(min=1)
 
     @property
     def imbalance(self) -> Tensor:
-        """The largest number of requests of an expert over the mean, a float32 scalar.
+        """The largest number of requests to an expert over the experts' mean, a scalar in torch's default dtype.
 
         It is 1 if all experts have equally many requests, E if one expert has all requests, and 0 without requests.
         """

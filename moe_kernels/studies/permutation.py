@@ -12,7 +12,7 @@ later, and continues. Arms:
 
 The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
 this loss over all permutations; for every arm the loss at the end on at most 50,000 test rows; for arms paper, wide and
-untrained LocalSearch's `distance`, that of the last soft permutation from the hard one.
+untrained LocalSearch.distance, from the last soft permutation to the hard one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Permutation(Study):
     rows: int = option(20_000, "training rows; the paper: 200,000", low=1)
     epochs: int = option(10, "passes over the rows; local search learns in the first half, as in the paper", low=2)
     lr: float = option(2.5e-4, "learning rate of Adam; the paper: 2.5e-5, on ten times as many rows", low=0)
-    at: tuple[int, ...] = option((0, 1), "arms random and best have runs that permute after so many epochs", low=0)
+    at: tuple[int, ...] = option((0, 1), "epochs before the permutation of arms random and best; a run for each", low=0)
     seeds: int = option(3, "seeds of each arm", low=1)
     experts: int = option(16, "experts that users are hashed to", low=2)
 

@@ -1,4 +1,4 @@
-"""Cases of the grouped GEMM with row_token, and the inputs that cases of expert_mlp and expert_norms take from."""
+"""Cases of the grouped GEMM with row_token, and inputs for the cases of expert_mlp and expert_norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # in two successive products the order of the sums changes results by several epsilons
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T: kernels have tiles that are full
+LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T: large enough for full tiles
 NARROW = (128, 128, 128)  # sizes as in SIZES; some kernels have other tiles for so few columns
 
 

@@ -44,8 +44,8 @@ def differentiated(
 ) -> Outputs:
     """Outputs of `call`, keyed by `names`, and gradients of those `leaves` that are in `inputs` and are not None.
 
-    The arguments of `call` are `fixed` and the inputs, without those whose names begin with "grad". These, sorted by
-    name, are the gradients of the outputs that require one, in the order of `names`.
+    The arguments of `call` are `fixed` and the inputs, without those whose names begin with "grad". The latter, sorted
+    by name, are the gradients of the outputs that require one, in the order of `names`.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}
