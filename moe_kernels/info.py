@@ -83,7 +83,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def driver() -> str:
-    """Version of the NVIDIA kernel driver; "none" if its file in /proc cannot be read, "unknown" if that has none."""
+    """Version of the NVIDIA kernel driver; "none" without its file in /proc, "unknown" if the file has no version."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -99,7 +99,7 @@ def version(package: str) -> str:
 
 
 def extensions() -> list[tuple[str, str]]:
-    """_cpu with its instruction set, _cuda with versions and architectures; either with its import error instead."""
+    """(name, text) of the extension modules: the instruction set of _cpu, CUDA versions of _cuda, or import errors."""
     rows = [("_cpu", instruction_set())]
     try:
         _cuda: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path

@@ -40,7 +40,7 @@ class Text(Tensors):
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """("text", file), or ("text in parts", folder/set*.kind) for one file of several; None if the name is no text's."""
+    """By the file's name: ("text", file), or ("text in parts", folder/set*.kind) for one file of several, or None."""
     if _WHOLE.fullmatch(file.name):
         return "text", file
     if match := _PART.fullmatch(file.name):

@@ -13,7 +13,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 
 def _layout(x: Tensor, layout: str) -> Tensor:
-    """x copied with gaps between rows ("strided"), copied by columns ("transposed"), or x itself."""
+    """x stored with gaps between rows ("strided"), stored by columns ("transposed"), or unchanged."""
     if layout == "strided":
         return torch.nn.functional.pad(x, (0, 3))[:, : x.shape[1]]
     return x.t().contiguous().t() if layout == "transposed" else x

@@ -1,4 +1,4 @@
-"""Cases of tree_gate and tree_route, at gammas at which none, some and nearly all of the nodes are saturated."""
+"""Cases of tree_gate and tree_route, at gammas at which almost none, some or all of the nodes are saturated."""
 
 from __future__ import annotations
 
