@@ -1,5 +1,5 @@
 """CUDA without a GPU: nvcc compiles csrc/cuda. The host code runs unchanged with cudart.cpp in place of libcudart, and
-every launch executes its PTX on the CPU."""
+every launch executes the kernel's PTX on the CPU."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
-# Equal to nvcc's options in setup.py (tests/test_build.py).
+# NVCCFLAGS of setup.py; tests/test_build.py compares them.
 PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 HERE = Path(__file__).resolve().parent
 
 
 def unavailable() -> str | None:
-    """The reason why csrc/cuda cannot be compiled here, or None."""
+    """The reason why there is no nvcc here, or None."""
     return toolkit.find().no_nvcc
 
 
 @dataclass(frozen=True)
 class Compiled:
     library: Path
-    objects: dict[str, Path]  # file name of a .cu source -> its host code
+    objects: dict[str, Path]  # file name of a .cu source -> its host object
     modules: dict[str, Path]  # file name of a .cu source -> its PTX
 
 
 def build(source: Path) -> Path:
-    """Path of one source's host object. Beside that of a .cu file are its PTX (.ptx) and nvcc's output (.warnings)."""
+    """Path of a source's host object. For a .cu file its PTX (.ptx) and nvcc's output (.warnings) are beside it."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
     options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
@@ -74,7 +74,7 @@ def compiled() -> Compiled:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
-    # -Bsymbolic binds calls of cudart's functions to cudart.cpp. Without it they go to libcudart if that is loaded.
+    # -Bsymbolic binds calls of cudart's functions to cudart.cpp: they must not go to a loaded libcudart.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
     build_once(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
@@ -113,7 +113,7 @@ LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 
 class Module(simt.Launchers):
-    """The launchers of csrc/cuda; every launch executes its PTX."""
+    """The launchers of csrc/cuda (C++ functions that run a kernel); each launch executes the kernel's PTX."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(compiled().library))
@@ -157,7 +157,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, backend "cuda" takes CPU tensors. order: as session.seed(order, errors=0)."""
+    """Inside the block, backend "cuda" takes CPU tensors. With `order`, session.seed(order, errors=0) applies too."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
@@ -167,7 +167,7 @@ def use(order: int | None = None) -> Iterator[Module]:
 
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
-    """Inside the block, launches see a GPU with these properties. shared: limit of a block in bytes."""
+    """Inside the block, launches see a GPU with these properties. shared: most bytes of shared memory in a block."""
     set_device = module()._library.ptx_device
     set_device(shared, multiprocessors, major, minor)
     try:

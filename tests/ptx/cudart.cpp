@@ -1,4 +1,4 @@
-// Replaces libcudart for nvcc's host code. A launch calls `callback` with the kernel's name and arguments.
+// Replaces libcudart for host code that nvcc compiled. A launch with valid sizes calls `callback`.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -19,11 +19,11 @@ struct Device {
   int shared = 163 * 1024, multiprocessors = 108, major = 8, minor = 0;
 } device;
 
-std::map<const void*, std::string>& names() {  // names of kernels by the host function that launches them
+std::map<const void*, std::string>& names() {  // name of a kernel, by the host function that launches it
   static std::map<const void*, std::string> table;
   return table;
 }
-std::map<const void*, size_t>& allowed() {  // by kernel: dynamic shared memory that cudaFuncSetAttribute allowed
+std::map<const void*, size_t>& allowed() {  // by the same: most bytes of dynamic shared memory in a block
   static std::map<const void*, size_t> table;
   return table;
 }

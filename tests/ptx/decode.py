@@ -48,18 +48,17 @@ class Kernel:
 
     @property
     def title(self) -> str:
-        """The name without the namespaces and parameters of C++."""
         return demangled(self.name)
 
     def where(self, pc: int) -> str:
-        """Kernel, PTX line, source line and text of an instruction."""
+        """Kernel, PTX line, source line and text of record `pc`; only the kernel if there is no such record."""
         if pc >= len(self.texts):
             return self.title
-        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # long lists of registers
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # shortens lists
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
-        """File and line of an instruction's source; for an inlined function also those of the call."""
+        """Source file and line of record `pc`; for an inlined function also those of the call."""
         found = []
         for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
             path = self.files.get(file, "")
@@ -75,7 +74,7 @@ def demangled(name: str) -> str:
     text = subprocess.run([tool, name], capture_output=True, text=True).stdout.strip()
     text = re.sub(r"moe::|\(anonymous namespace\)::|_GLOBAL__N__\w+::|^void ", "", text)
     depth = 0
-    for at, each in enumerate(text):  # parameters begin at the first parenthesis outside of <>
+    for at, each in enumerate(text):  # the parameters begin at the first parenthesis outside of <>
         depth += (each == "<") - (each == ">")
         if each == "(" and not depth:
             return text[:at]
@@ -83,13 +82,14 @@ def demangled(name: str) -> str:
 
 
 def slot(size: int) -> int:
-    """Bytes of a register of 32 lanes with `size` bytes each; size 0 is a predicate, one bit a lane. At least 64, since
-    the executor has a 64-bit mask of undefined lanes for every 64 bytes."""
+    """Bytes of a register of 32 lanes with `size` bytes each; size 0 is a predicate, with one bit for each lane. At
+    least 64, as the executor has one 64-bit mask of undefined lanes for every 64 bytes of registers."""
     return max(32 * size, 64)
 
 
 def number(text: str, floating: int) -> int:
-    """The bits of a literal. floating: bytes of the operand if it is a float, else 0; float literals are converted."""
+    """The bits of a literal. floating: bytes of the operand if it is a float, else 0. A float literal is converted to
+    the size of a float operand."""
     kind = text[:2]
     if kind in ("0f", "0F"):
         bits = int(text[2:], 16)
@@ -106,7 +106,7 @@ def number(text: str, floating: int) -> int:
 
 
 class Decoder:
-    """Turns the statements of one kernel into records, with the functions in forms.FORMS, or forms.plain."""
+    """Turns the statements of one kernel into records; forms.py has the function for each opcode."""
 
     def __init__(self, entry: Entry, operations: dict[str, int]) -> None:
         self.entry, self.operations = entry, operations
@@ -126,7 +126,7 @@ class Decoder:
         return self._places[name][0]
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Offset and bytes of a lane of a register; None if the name is not a register."""
+        """A register's entry in _places; None if the name is not a register."""
         name = self.statement.names.get(name, name)
         known = self._places.get(name)
         if known is None:
@@ -149,7 +149,8 @@ class Decoder:
         return self._constants[key]
 
     def operand(self, text: str, size: int, floating: bool = False) -> int:
-        """The operand of a register, literal or name. `_`, an unused result, gets a register that is never read."""
+        """The operand for a register, literal, variable or parameter; for `_`, an unused result, a register that
+        nothing reads."""
         place = self.place(text)
         if place is not None:
             return place[0]
@@ -230,7 +231,7 @@ class Decoder:
         forms.get(parts[0], plain)(self, parts, split(rest.strip()))
 
     def kernel(self, starts: list[int]) -> Kernel:
-        """The kernel with final offsets; constants are before the registers. starts: each statement's first record."""
+        """The kernel with final offsets; constants are before the registers. starts: by statement, its first record."""
         entry, base = self.entry, -(-len(self.constants) // 64) * 64
         for row, origin in zip(self.rows, self.origins, strict=True):
             if isinstance(row["target"], str):

@@ -1,13 +1,14 @@
-// Instructions for which the PTX ISA gives a largest error. With approximation_seed 0 the f64 result is rounded to f32;
-// another seed first changes it by up to that error. The change is a hash of the input, so equal inputs give equal
-// results, as on a GPU.
+// Instructions whose results the PTX ISA does not define exactly. With approximation_seed 0 the result is computed in
+// f64 and rounded. With another seed it also gets an error, a hash of the input: equal inputs give equal results, as on
+// a GPU.
 #pragma once
 
 #include "numbers.h"
 
 extern thread_local u64 approximation_seed;
 
-// A number of either sign with a magnitude in [0.5, 1): a hash of the seed, `input` and the instruction's number.
+// A number of either sign with a magnitude in [0.5, 1): a hash of the seed, `input` and `which`, a number of the
+// instruction.
 inline f64 signed_error(u64 input, u32 which) {
   u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
@@ -16,23 +17,23 @@ inline f64 signed_error(u64 input, u32 which) {
   return z >> 63 ? -magnitude : magnitude;
 }
 
-// `exact` with an absolute error of up to `bound`.
+// `exact` rounded to f32; with a seed it is first changed by up to `bound`.
 inline f32 displaced(f64 exact, f32 input, f64 bound, u32 which) {
   if (!approximation_seed) return static_cast<f32>(exact);
   const f32 result = static_cast<f32>(exact + bound * signed_error(bits<u32>(input), which));
-  // If rounding to f32 moves the result past the bound, the result without error is returned.
+  // If rounding to f32 moved the result past the bound, `exact` is only rounded.
   return std::fabs(f64(result) - exact) <= bound ? result : static_cast<f32>(exact);
 }
 
-// `exact` with a relative error of up to `bound`; zeros, infinities and NaN get no error.
+// As displaced, with a bound relative to `exact`; zeros, infinities and NaN get no error.
 inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   if (exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
   return displaced(exact, input, bound * std::fabs(exact), which);
 }
 
-// Largest errors of the .approx instructions by the PTX ISA: 1 ulp for rcp, 2 ulp for ex2, div and div.full (here
-// relative errors with 1 ulp = 2^-23); relative 2^-23 for sqrt, 2^-22.9 for rsqrt and 2^-11 for tanh; 2^-22 for lg2,
-// absolute in (0.5, 2) and relative elsewhere; absolute 2^-20.5 for sin and cos in [-2 pi, 2 pi].
+// Largest errors in the PTX ISA: 1 ulp for rcp, 2 ulp for ex2, div.approx and div.full (here a relative 2^-23 for each
+// ulp, which is 1 to 2 ulp); relative 2^-23 for sqrt, 2^-22.9 for rsqrt and 2^-11 for tanh; 2^-22 for lg2, absolute in
+// (0.5, 2) and relative elsewhere; absolute 2^-20.5 for sin and cos in [-2 pi, 2 pi] (here everywhere).
 constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
 constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, rounded down
 

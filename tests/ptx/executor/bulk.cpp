@@ -1,5 +1,5 @@
-// cp.async.bulk.tensor: a lane copies a box of a tensor into shared memory, which is written when a wait at the
-// mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
+// cp.async.bulk.tensor: a lane copies a box of a tensor into shared memory. The bytes are read at once and written when
+// a wait at the mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
 #include <algorithm>
 
 #include "table.h"
@@ -27,8 +27,8 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
   return false;
 }
 
-// Copies one row of the box, of `skip` zeros, `inside` elements from `source` on and then zeros, in swizzled pieces of
-// 16 bytes.
+// Copies one row of the box in swizzled pieces of 16 bytes. The row has `skip` zeros, then `inside` elements from
+// `source` on, then zeros.
 bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, const TensorMap& map, Mbarrier& m, u64 source, s64 skip, s64 inside, u32 to) {
   u8 row[128] = {};
   Counters& c = launch.counters(r);
@@ -61,7 +61,8 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
   return true;
 }
 
-// Operands: shared address (its offset is `immediate`), tensor map, mbarrier, coordinates. elements: dimensions.
+// Operands: shared address (its offset is `immediate`), tensor map, mbarrier, coordinates. elements: number of
+// dimensions.
 Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = __builtin_ctz(rest);

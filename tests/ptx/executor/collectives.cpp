@@ -3,7 +3,7 @@
 
 namespace {
 
-// Operand k is each lane's mask. A lane waits until all lanes of its mask have arrived.
+// Operand k is each lane's mask of the lanes that take part. A lane waits until all lanes of its mask have arrived.
 #define GATHER(k)                                                  \
   Next next;                                                         \
   u32 masks[kLanes];                                                 \
@@ -20,7 +20,8 @@ Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 enum How { kUp, kDown, kButterfly, kIndex };
 
-// Operands: destination, predicate (written only with flag 1), source, lane or offset, clamp and segment mask, mask.
+// Operands: destination, predicate (written only with flag 1), source, lane or offset, clamp and segment mask, mask of
+// lanes that take part.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(5)
@@ -60,7 +61,7 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return next;
 }
 
-// Computes `f(lanes)` once for each group of lanes with equal masks, and gives every lane the result.
+// For each different m in `masks`: computes f(m & mask) once, and gives the result to every lane whose mask is m.
 template <class F, class Give>
 void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   for (u32 rest = mask; rest;) {
@@ -73,7 +74,7 @@ void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   }
 }
 
-// The lanes with an undefined operand k in some lane of their mask.
+// The lanes whose mask has a lane in which operand k is undefined.
 u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32* masks, u32 mask) {
   const u64 undefined = either(undefined_lanes(launch, w, r, k)) & both(mask);
   u64 found = 0;
@@ -145,8 +146,8 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Operands: the leader's lane, a predicate that is true only for the leader, mask. The seed determines the leader of a
-// mask; without a seed it is the lowest lane.
+// Operands: the leader's lane, a predicate that is true only for the leader, mask. With a seed the
+// leader depends on seed and mask, without a seed it is the lowest lane.
 Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(2)
   u32* to = lanes_of<u32>(launch, w, r, 0);

@@ -1,7 +1,8 @@
 // Branches, divergence and reconvergence of the lanes of a warp, and barriers of the block.
 //
-// The active lanes are those at the lowest pc of an unblocked lane. This rule alone does not join lanes that reach a
-// .sync instruction by different branches. So the instruction blocks a lane until all lanes of its mask have arrived.
+// The active lanes are the lanes at the lowest pc that an unblocked lane has. By this rule alone, lanes that reach a
+// .sync instruction by different branches need not execute it together. So a .sync instruction blocks a lane until all
+// lanes of the lane's mask have arrived.
 #include "table.h"
 
 void select_lanes(Warp& w) {
@@ -18,15 +19,15 @@ void select_lanes(Warp& w) {
   w.next_other = other;
 }
 
-// Whether a .sync instruction can execute for at least one active lane: all lanes of its mask must have arrived. Blocks
-// the active lanes for which it cannot. masks: one for each lane if `each`, else one for all lanes. next: what the
+// Whether at least one active lane can execute a .sync instruction: all lanes of the lane's mask must have arrived.
+// Blocks the active lanes that cannot. masks: one for each lane if `each`, else one for all lanes. next: what the
 // instruction returns if the result is false.
 bool gather(Launch& launch, Block& b, Warp& w, const Record& r, const u32* masks, bool each, Next& next) {
   next = Next::following;
   u32 ready = 0, waits_for = 0;
   for (u32 rest = w.active; rest; rest &= rest - 1) {
     const u32 l = __builtin_ctz(rest), mask = masks[each ? l : 0];
-    const u32 left = mask & w.born & ~w.live;  // lanes of the mask that the block does not have are allowed
+    const u32 left = mask & w.born & ~w.live;  // a mask may contain lanes that the block never had
     if (left) launch.report(b, w, &r, l, "the mask %08x has lanes %08x, which have left", mask, left);
     if (!(mask >> l & 1)) {
       launch.report(b, w, &r, l, "executes it, but is not in its own mask %08x", mask);
@@ -100,7 +101,8 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::chosen;
 }
 
-// A warp's arrival at a barrier. immediate: number of the barrier; second: threads that it waits for, 0 for all.
+// A warp's arrival at a barrier. immediate: number of the barrier; second: how many threads the barrier waits for, 0
+// for all.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
@@ -148,8 +150,8 @@ Next trap(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 }  // namespace
 
-// Releases the warps of every complete barrier. The barrier orders all their earlier accesses before all their later
-// ones, so each warp gets the maximum of the warps' clocks.
+// Releases the warps of every complete barrier. The barrier orders the earlier accesses of these warps before their
+// later ones, so each warp gets the maximum of their clocks.
 bool Launch::release_barriers(Block& b) {
   bool any = false;
   for (u32 id = 0; id < 16; id++) {

@@ -1,4 +1,5 @@
-// Conversions, with the names cvt.<rounding or sat>.<to>.<from>. Without a rounding floats round to nearest even.
+// Conversions, with the names cvt.<to>.<from> and cvt.<rounding or sat>.<to>.<from>. Without a rounding in the name,
+// results in floating point round to nearest even.
 #include <tuple>
 #include <type_traits>
 

@@ -1,4 +1,4 @@
-// cp.async: the bytes are read at once, and stored in shared memory when the warp waits for the copy's group.
+// cp.async: the bytes are read at once, and written to shared memory when the warp waits for the copy's group or exits.
 #include <algorithm>
 
 #include "table.h"
@@ -18,7 +18,7 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     target[l] = static_cast<u32>(to[l] + static_cast<u32>(r.immediate));
     if (!given || given[l]) reads |= 1u << l;
   }
-  // A read of fewer than `size` bytes needs the alignment of `size`, but may end at the last byte of a tensor.
+  // A read of fewer than `size` bytes needs the alignment of `size`, but only its own bytes must be inside of a tensor.
   for (u32 rest = mask & reads; rest;) {
     const u32 bytes = given ? std::min<u32>(given[__builtin_ctz(rest)], r.size) : r.size;
     u32 equal = 0;

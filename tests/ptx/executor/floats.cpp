@@ -51,15 +51,15 @@ void arithmetic(Table& t, const std::string& kind) {
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16-bit add, sub and mul are computed in 32 bits, then rounded to 16 bits, which gives the result of one rounding.
+// 16-bit add, sub and mul are computed in f32, then rounded to 16 bits: the same result as of one rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // Rounding first to odd in 32 bits makes the result after rounding to 16 bits correct, except if `exact` itself was
-    // rounded: for bf16 with exponents far apart.
+    // `once` is rounded to odd, so that the rounding to 16 bits is correct. An exception is bf16 with exponents so far
+    // apart that `exact` itself is rounded.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {
@@ -69,7 +69,7 @@ struct Halves {
   }
 };
 
-// Applies `each` to the lower halves and to the upper halves of registers.
+// Applies `each` to the lower halves of x, and to the upper halves.
 template <class F, class... A>
 u32 packed(F each, A... x) {
   return each(static_cast<u16>(x)...) | u32(each(static_cast<u16>(x >> 16)...)) << 16;

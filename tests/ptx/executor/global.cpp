@@ -1,4 +1,5 @@
-// Global memory: bounds (of the launch's tensors), alignment, sectors, and conflicting stores.
+// Checks of accesses to global memory: bounds (of the launch's tensors), alignment, and order with the stores of other
+// threads. Counts sectors of 32 bytes.
 #include <algorithm>
 
 #include "state.h"
@@ -16,8 +17,9 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether the last write of `word` happened before an access of this lane: the lane made it, or a barrier,
-// bar.warp.sync, mbarrier, fence.proxy.async or atomic with release is between them.
+// Whether the last write of `word` happened before an access of this lane: the lane itself wrote, or a synchronization
+// is between. In a warp that is a barrier, bar.warp.sync, arrival at an mbarrier or fence.proxy.async; between warps of
+// a block a barrier or mbarrier; between blocks atomics with .release, .acquire or .acq_rel.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);
@@ -78,13 +80,14 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
   return found;
 }
 
-// Records a lane's store before it happens. Reports it if another lane of the same instruction, or another thread with
-// no synchronization between, stored a different value at the same place. value: null for an atomic.
+// Records a lane's store or atomic before it happens. Reports it if another lane of the same instruction, or another
+// thread with no synchronization between, stored a different value at the same place; two atomics are no error. value:
+// null for an atomic, which counts as different.
 void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
   const u32 grain = program.global_grain;
-  if (!here.written_sectors) return;  // the tensor is too large to store a writer for each word
+  if (!here.written_sectors) return;  // the tensor is too large to record a writer for each word
   auto& words = written[range];
   if (words.empty()) words.resize((here.end - here.begin + grain - 1) / grain);
   const u64 offset = at - here.begin;

@@ -86,8 +86,8 @@ Next unpack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// prmt selects bytes of two registers. A half of the result is undefined if one of its bytes is from an undefined half,
-// or if the selector is undefined.
+// prmt selects bytes of two registers. A half of the result is undefined if one of its bytes is from an undefined half
+// of a source, or if the selector is undefined.
 Next permute(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   u32* to = lanes_of<u32>(launch, warp, record, 0);
   const u32* x = lanes_of<const u32>(launch, warp, record, 1);
@@ -135,7 +135,7 @@ void of_width(Table& t, const std::string& width) {
   add_bitwise<T>(t, "or.b" + width, [](T x, T y) { return static_cast<T>(x | y); });
   add_bitwise<T>(t, "xor.b" + width, [](T x, T y) { return static_cast<T>(x ^ y); });
   binary<T, T, u32>(t, "shl.b" + width, [](T x, u32 y) { return y > top ? T(0) : static_cast<T>(x << (y & top)); });
-  for (const char* sign : {"u", "s"}) {  // one operation for both, as integers are in two's complement
+  for (const char* sign : {"u", "s"}) {  // u and s compute the same bits
     const std::string kind = sign + width;
     binary<T, T, T>(t, "add." + kind, [](T x, T y) { return static_cast<T>(x + y); });
     binary<T, T, T>(t, "sub." + kind, [](T x, T y) { return static_cast<T>(x - y); });

@@ -1,4 +1,4 @@
-// Runs a launch: blocks one after the other, the warps of a block in turns. The seed determines the order.
+// Runs a launch: blocks one after the other, the warps of a block in turns. The seed determines both orders.
 #include <cstdarg>
 #include <cstdio>
 #include <numeric>
@@ -19,7 +19,7 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kMaxErrors = 1000;  // then the launch ends, as a missing barrier can cause millions of errors
+constexpr u64 kMaxErrors = 1000;  // a launch ends at so many errors, as a missing barrier can cause millions
 
 }  // namespace
 
@@ -151,7 +151,7 @@ void Launch::run() {
       for (u32 q = 0; q < warps && !failed; q++) {
         Warp& w = b.warps[(first + q) % warps];
         if (w.phase == Phase::ready) {
-          // Without a seed a warp runs until it waits or ends, with a seed for at most 2000 instructions.
+          // Without a seed a warp runs until it waits or ends, with a seed for at most 2000 instructions at a time.
           run_warp(b, w, seeded() ? 1 + random.below(2000) : ~u64(0) >> 1);
           ran = true;
         }
@@ -185,7 +185,8 @@ void Launch::report_deadlock(Block& b) {
          waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
 }
 
-// Reports errors at the end of a block: a wgmma that not all warps of its warpgroup issued, a bulk copy in flight.
+// Ends a block: reports a wgmma that not all warps of its warpgroup issued and a bulk copy in flight, and clears the
+// marks of the mbarriers.
 void Launch::end(Block& b) {
   check_agreements(b);
   for (auto& [at, m] : b.mbarriers) {
@@ -209,7 +210,7 @@ const char* ptx_operations() {
   return names.c_str();
 }
 
-// Sizes of the structures in types.h; machine.py compares them with its own.
+// Sizes of the structures in types.h; machine.py compares them with those of records.py.
 u32 ptx_size(u32 which) {
   const u32 sizes[] = {sizeof(Record), sizeof(Counters), sizeof(Range), sizeof(Finding), sizeof(Program), sizeof(Request)};
   return sizes[which];

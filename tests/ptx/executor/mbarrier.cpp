@@ -1,13 +1,14 @@
 // mbarriers: a phase is complete after its arrivals and the bytes of its bulk copies.
 //
-// A warp's first try_wait for an incomplete phase fails. Its next try_wait completes the phase and stores the bytes, if
-// all arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, which is an
-// error. A phase without copies is complete at its last arrival.
+// A phase without copies is complete at its last arrival. A phase with copies is completed by a warp's second try_wait,
+// which writes the bytes to shared memory. The first try_wait fails even if all arrivals and copies were issued. So
+// code that ignores the result of try_wait reads bytes too early, which is reported as an error.
 #include "table.h"
 
 namespace {
 
-// The mbarrier's address in operand k, which must be equal in all lanes of `mask`; ~0 after an error.
+// The address of an mbarrier: operand k, which must be equal in all lanes of `mask`, plus `immediate`. ~0 after an
+// error.
 u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
   const u32* base = lanes_of<const u32>(launch, w, r, k);
   const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
@@ -75,7 +76,7 @@ void complete(Launch& launch, Block& b, Mbarrier& m) {
   m.clocks[m.slot] = m.clock;
 }
 
-// Operands: address, number of bytes that the phase also waits for.
+// Operands: address, number of bytes that the phase then waits for in addition.
 Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!mask) return Next::following;
   const u32 at = address_of(launch, b, w, r, 0, mask);
@@ -136,7 +137,7 @@ Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u6
   return nullptr;
 }
 
-// Lets a warp run again if its next try_wait can succeed.
+// Lets each waiting warp run again, unless its next try_wait would fail.
 bool Launch::release_mbarriers(Block& b) {
   bool any = false;
   for (Warp& w : b.warps) {
