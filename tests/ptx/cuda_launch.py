@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def unavailable() -> str | None:
-    """The reason why there is no nvcc here, or None."""
+    """The reason why nvcc is not usable here, or None."""
     return toolkit.find().no_nvcc
 
 

@@ -23,7 +23,7 @@ std::map<const void*, std::string>& names() {  // name of a kernel, by the host 
   static std::map<const void*, std::string> table;
   return table;
 }
-std::map<const void*, size_t>& allowed() {  // by the same: most bytes of dynamic shared memory in a block
+std::map<const void*, size_t>& allowed() {  // by the same host function: most bytes of dynamic shared memory
   static std::map<const void*, size_t> table;
   return table;
 }

@@ -7,8 +7,7 @@
 
 extern thread_local u64 approximation_seed;
 
-// A number of either sign with a magnitude in [0.5, 1): a hash of the seed, `input` and `which`, a number of the
-// instruction.
+// A number of either sign with a magnitude in [0.5, 1): a hash of the seed, `input` and the instruction `which`.
 inline f64 signed_error(u64 input, u32 which) {
   u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;

@@ -51,7 +51,8 @@ void arithmetic(Table& t, const std::string& kind) {
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16-bit add, sub and mul are computed in f32, then rounded to 16 bits: the same result as of one rounding.
+// 16-bit add, sub and mul are computed in f32, then rounded to 16 bits. The result is the same as with one
+// rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
