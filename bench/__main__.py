@@ -398,7 +398,7 @@ def exchange_command(
     try:
         measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
     except (TypeError, ValueError):
-        raise typer.BadParameter(f"--size and --model must be five integers, got {size} and {model}") from None
+        raise typer.BadParameter(f"--size and --model must be up to five integers, got {size} and {model}") from None
     lines = [line for n in ranks if seconds for line in exchange.run(n, measured, seconds)]
     if lines:
         rows = []
