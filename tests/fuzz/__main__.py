@@ -13,20 +13,22 @@ import time
 from collections import Counter
 from pathlib import Path
 
-CASE_SECONDS = 120.0  # time limit of a case
+CASE_SECONDS = 120.0  # time limit of a case, with its minimisation if it fails
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random calls against the definition.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Compares random calls with the definitions."
+    )
     parser.add_argument("--minutes", type=float, default=10, help="run time (10)")
     parser.add_argument("--cases", type=int, default=0, help="stop each process after that many cases; 0: no limit")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes (all cores)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes (one per core)")
     parser.add_argument("--seed", type=int, help="seed of the cases; by default random")
     parser.add_argument("--op", action="append", default=[], help="only this operation; may be repeated")
     parser.add_argument("--failures", type=int, default=20, help="stop a process after that many failures (20)")
     parser.add_argument("--interpreted", type=float, default=0, help="fraction of cases on Triton's interpreter (0)")
     parser.add_argument("--case", help="repeat this case, a JSON object")
-    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)  # of a worker
+    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)  # only for a process of _Worker
     options = parser.parse_args()
     if options.case:
         return _repeat(json.loads(options.case))
@@ -47,7 +49,7 @@ def main() -> int:
 
 
 class _Worker:
-    """A process that runs cases. It is replaced if it crashes or if a case exceeds its time limit."""
+    """A process that runs cases, and its successors: a process that crashes or exceeds a time limit is replaced."""
 
     def __init__(self, options: argparse.Namespace, state: Path, seed: int) -> None:
         self.options, self.state, self.seed = options, state, seed
@@ -68,7 +70,7 @@ class _Worker:
     def done(self) -> bool:
         """Whether the worker is finished. Reports a case that crashed or is stuck, and starts another process."""
         state = self.state.stat()
-        # The state file is empty until the first case; before it the process imports torch.
+        # The state file is empty until the first case starts. Until then the process imports torch, which can be slow.
         limit = CASE_SECONDS if state.st_size else 10 * CASE_SECONDS
         stuck = time.time() - state.st_mtime > limit
         if self.process.poll() is None and not stuck:

@@ -9,7 +9,7 @@ from .session import Edit
 
 
 def replaced(pattern: str, by: str) -> Edit:
-    """Replaces every match of the pattern; fails if there is none."""
+    """An edit that replaces every match of the pattern, and fails if there is none."""
 
     def edit(text: str) -> str:
         edited, n = re.subn(pattern, by, text)
@@ -20,7 +20,7 @@ def replaced(pattern: str, by: str) -> Edit:
 
 
 def on_line(line: int, pattern: str, by: str) -> Edit:
-    """Replaces every match on one line (numbered as in `Kernel.lines`); fails if there is none."""
+    """An edit that replaces every match on one line (the first is 1) of the PTX, and fails if there is none."""
 
     def edit(text: str) -> str:
         lines = text.split("\n")
@@ -32,7 +32,7 @@ def on_line(line: int, pattern: str, by: str) -> Edit:
 
 
 def executed(result: Result, pattern: str) -> list[int]:
-    """Numbers of the PTX lines with executed instructions that match the pattern."""
+    """Line numbers, in the PTX, of the executed instructions whose text matches the pattern."""
     found = {
         result.kernel.lines[pc]
         for pc, text in enumerate(result.kernel.texts)

@@ -1,4 +1,4 @@
-"""Launches of this process: their settings, an edit that inserts a defect into their PTX, and the kernels that ran."""
+"""Launches kernels in the executor. `session` holds this process's settings and the totals over its launches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def launch(
     parameters: bytes,
     memory: list[Extent],
 ) -> Result:
-    """Runs a launch, adds its counters to the session and raises its errors as a PtxError."""
+    """Executes a launch and adds it to the session. Raises a PtxError if the executor found errors."""
     result = machine.run(kernel, grid, block, shared, parameters, memory, session.settings)
     session.launches += 1
     session.steps += result.steps
@@ -68,8 +68,8 @@ def launch(
 
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
-    """Inside the block, `value` (below 2^16) seeds the order of blocks, of warps and of the lanes of a store or atomic.
-    `errors` (default: `value`) seeds the errors of .approx instructions; the order depends on it too."""
+    """Inside the block, `value` (below 2^16) seeds the order of blocks, of warps and of the lanes in a store or atomic.
+    `errors` (default: `value`) seeds the errors of .approx instructions (0: no errors). It also changes the order."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:
@@ -91,7 +91,7 @@ def recorded() -> Iterator[list[Result]]:
 
 @contextlib.contextmanager
 def planted(edit: Edit) -> Iterator[None]:
-    """Inside the block, launches execute edited PTX."""
+    """Inside the block, launches execute edit(text), where text is the PTX of their module."""
     before, session.edit = session.edit, edit
     try:
         yield

@@ -1,4 +1,4 @@
-"""Adds executed PTX to pytest's summary: launches, and source lines that never ran, over all pytest-xdist workers."""
+"""A plugin of pytest that adds to the summary how many launches the executor ran, and which source lines never ran."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Every kernel of the package (CUDA: if nvcc is here), such as "triton _kwta_fwd". Triton kernels with a matrix
-    product have a second entry, such as "triton sm_90 _grouped_gemm_fwd"."""
+    """Names of the package's kernels, such as "triton _kwta_fwd"; those in CUDA only if nvcc is here. A Triton kernel
+    with a matrix product has a second name, such as "triton sm_90 _grouped_gemm_fwd"."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
     found += [
@@ -45,7 +45,7 @@ def known_kernels() -> list[str]:
 
 
 def triton_kernels() -> dict[str, str]:
-    """Name -> source of the Triton kernels, which are the jitted functions that no jitted function names."""
+    """Name -> source of the Triton kernels: the jitted functions that no jitted function uses."""
     statements = [each for file in sorted(KERNELS.glob("*.py")) for each in ast.parse(file.read_text()).body]
     functions = [each for each in statements if isinstance(each, ast.FunctionDef)]
     jitted = [each for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)]
@@ -65,16 +65,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     missed = coverage.missed(data)
     text = coverage.report(data)
     terminalreporter.section("compiled PTX, executed on the CPU")
-    kernels = {name.replace(SM_90, "triton") for name in data["kernels"]}  # one for sm_80 and sm_90
+    kernels = {name.replace(SM_90, "triton") for name in data["kernels"]}  # a kernel for sm_80 and sm_90 counts once
     terminalreporter.write_line(
         f"{data['launches']} launches of {len(kernels)} kernels in {specialisations} specialisations: "
-        f"{data['steps'] / 1e6:.1f} million instructions of warps in {data['seconds']:.1f} s"
+        f"{data['steps'] / 1e6:.1f} million warp instructions in {data['seconds']:.1f} s"
     )
     terminalreporter.write_line(
         f"of these for sm_90: {sum(each['launches'] for each in of_sm_90)} launches of {len(of_sm_90)} kernels in "
         f"{sm_90_specialisations} specialisations"
     )
-    terminalreporter.write_line(f"source lines never executed: {sum(map(len, missed.values()))} of {sum(places)}")
+    terminalreporter.write_line(f"places in sources never executed: {sum(map(len, missed.values()))} of {sum(places)}")
     file = build.cache_folder() / "coverage.txt"
     file.write_text(text + "\n")
     terminalreporter.write_line(f"listed in {file}")

@@ -15,18 +15,19 @@ def encode(
 ) -> bytes:
     """The 128 bytes of a map.
 
-    element: bytes of an element. sizes, strides, box: in elements, the contiguous dimension last.
+    element: bytes of an element. sizes, strides, box: in elements, the contiguous dimension last. swizzle: a number of
+    CUtensorMapSwizzle.
     """
     if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
         raise NotImplementedError(
-            "encode: expected swizzle 1, 2 or 3 and box rows of 32, 64 or 128 bytes for it; "
+            "encode: expected box rows of 32, 64 or 128 bytes for swizzle 1, 2 or 3; "
             f"got swizzle {swizzle} and {box[-1] * element} bytes"
         )
     steps = [element * stride for stride in strides[:-1]]
     if address % 16 or strides[-1] != 1 or any(step % 16 or step <= 0 for step in steps) or max(box) > 256:
         raise ValueError(
             "encode: expected an address and positive strides in multiples of 16 bytes, a contiguous last dimension, "
-            f"box sizes up to 256; got address {address:#x}, strides of {steps} bytes, the last one of {strides[-1]} "
+            f"box sizes up to 256; got address {address:#x}, strides of {steps} bytes, last stride {strides[-1]} "
             f"elements, box {list(box)}"
         )
     rank = len(sizes)

@@ -6,21 +6,21 @@ import bisect
 import re
 from dataclasses import dataclass, field
 
-SIZES = {"pred": 0}  # type -> bytes of a lane; 0 for a predicate, which has one bit
+SIZES = {"pred": 0}  # type -> bytes per lane; 0 for a predicate, which has one bit
 for _bits in (8, 16, 32, 64):
     SIZES |= {f"{_letter}{_bits}": _bits // 8 for _letter in "bus"}
 SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4}
 
 
 class Unsupported(Exception):
-    """The executor does not support this instruction or declaration."""
+    """The PTX has something that the parser, the decoder or the executor does not support."""
 
 
 @dataclass
 class Statement:
     text: str
-    line: int  # in the PTX
-    source: tuple[int, ...]  # of the last .loc: number of the file, line; for an inlined function also of the call
+    line: int  # line number in the PTX
+    source: tuple[int, ...]  # file number and line of the last .loc; in an inlined function also those of the call
     names: dict[str, str]  # registers that an inner scope declares: name -> unique name
     scopes: tuple[int, ...] = ()  # numbers of the inner scopes around it, the outermost first
 
@@ -34,12 +34,12 @@ class Entry:
     shared: dict[str, int] = field(default_factory=dict)  # name -> offset
     static_shared: int = 0
     statements: list[Statement] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)  # name, in an inner scope name@scope -> index of a statement
+    labels: dict[str, int] = field(default_factory=dict)  # name (inner scope: name@number) -> index of a statement
     files: dict[int, str] = field(default_factory=dict)
     max_threads: int | None = None
 
     def target(self, statement: Statement, label: str) -> int:
-        """Index of a branch's destination. Of equal labels, which inline assembly has, the innermost scope's counts."""
+        """Index of the statement that a branch goes to. If several scopes have the label, the innermost one counts."""
         inner = (f"{label}@{scope}" for scope in reversed(statement.scopes))
         return self.labels[next((name for name in inner if name in self.labels), label)]
 
@@ -58,7 +58,7 @@ _TOKEN = re.compile(
 
 
 def split(text: str) -> list[str]:
-    """The operands in `text`; {a, b} and [a, b] are one operand."""
+    """The operands in `text`: its parts between commas outside of {}, [] and ()."""
     if "{" not in text and "[" not in text and "(" not in text:
         return [each.strip() for each in text.split(",")] if text else []
     found, depth, start = [], 0, 0
@@ -80,7 +80,7 @@ def without_comments(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """The text without parts that do not change machine code: comments, debug information, hashes of paths in names."""
+    """The text without parts that do not change machine code: comments, debug information, nvcc's hashes in names."""
     text = without_comments(text.split("\t.section\t.debug")[0])
     text = re.sub(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}", r"\1\2", text)
     debug = re.compile(r"\s*(\.loc\b|\.file\b|\$L__(tmp|func_begin|func_end|info_string)\w*:|$)")

@@ -38,8 +38,7 @@ _gpu = GPUS[80]
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see the GPU GPUS[which], and _grouped_configs.loop, which returns 80 for CPU
-    tensors, returns `which`."""
+    """Inside the block, launches see the GPU GPUS[which], and _grouped_configs.loop returns `which`."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
@@ -72,7 +71,7 @@ class Launcher:
         if x * y * z:
             threads = (32 * self.metadata.num_warps,)
             kernel = self.kernel(function)
-            parameters = bytearray(kernel.parameter_bytes)  # the last two are pointers to scratch that no kernel uses
+            parameters = bytearray(kernel.parameter_bytes)  # Triton appends pointers to scratch memory, unused here
             message = f"{kernel.name}: {len(packed)} arguments for {len(kernel.parameters)} parameters"
             assert len(packed) <= len(kernel.parameters), message
             for (offset, size), value in zip(kernel.parameters, packed, strict=False):
@@ -87,7 +86,7 @@ class Launcher:
             value = value.data_ptr()
         form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
         if not form:
-            raise TypeError(f"{self.metadata.name}: expected parameters of type {', '.join(_FORMS)} or *; got {kind}")
+            raise TypeError(f"{self.metadata.name}: expected types {', '.join(_FORMS)} or pointers; got {kind}")
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
@@ -135,7 +134,7 @@ class Driver:
         return GPUTarget("cuda", _gpu.capability, 32)
 
     def get_current_device(self) -> int:
-        return list(GPUS).index(_gpu.capability)  # Triton caches compiled kernels by device
+        return list(GPUS).index(_gpu.capability)  # a device each, since Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -184,8 +183,8 @@ def install() -> None:
 
     import moe_kernels.backends.triton as kernels
 
-    # Overrides TRITON_INTERPRET, which tests set before they start a process. Functions decorated meanwhile would be
-    # interpreted, and a compiled kernel could not call them.
+    # Otherwise Triton would read TRITON_INTERPRET at each @triton.jit. Functions decorated while a test has set it (for
+    # a child process) would be interpreted, and compiled kernels could not call them.
     triton.knobs.runtime.interpret = False
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

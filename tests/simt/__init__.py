@@ -3,8 +3,8 @@
     with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-g++ compiles the .cu files; simt.h and simt.cpp run their threads on the CPU. A sanitizer's report becomes the text of
-an exception. Races are not found here, but in tests/ptx.
+g++ compiles the .cu files; simt.h and simt.cpp run the CUDA threads on the CPU. A sanitizer's report becomes the text
+of an exception. Races are not found here, but in tests/ptx.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _word(value: float, kind: str) -> int:
 
 
 class Launchers:
-    """The launchers of a build (C++ functions that run a kernel) as attributes. Arguments are ints (addresses, sizes, a
+    """The launchers of a build (C++ functions that run kernels) as attributes. Arguments are ints (addresses, sizes, a
     stream) and floats.
 
     A call may access only tensors that were announced since the previous call, each from its first to its last element.
@@ -51,7 +51,7 @@ class Launchers:
 
     def __init__(self, signatures: str) -> None:
         self._types = dict(line.split(" ", 1) for line in signatures.splitlines())
-        # Keeps the tensors alive until the call, which otherwise could write into memory of other tensors.
+        # Keeps the tensors alive until the call ends. The memory of a freed tensor could belong to another one.
         self._announced: list[torch.Tensor] = []
 
     def _run(self, name: str, words: list[int]) -> str | None:
@@ -88,7 +88,7 @@ class Module(Launchers):
         super().__init__(subprocess.run([self._replay], capture_output=True, text=True, check=True).stdout)
 
     def _run(self, name: str, words: list[int]) -> str | None:
-        """Runs the call in another process on copies of the buffers, then copies these back."""
+        """Runs the call in another process on copies of the announced tensors. On success copies the results back."""
         extents = merged(self._announced)
         with tempfile.TemporaryDirectory() as folder:
             call = Path(folder) / "call"
@@ -142,7 +142,7 @@ def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterat
 
 @contextlib.contextmanager
 def use() -> Iterator[Module]:
-    """Inside the block, backend "cuda" takes CPU tensors and runs csrc/cuda as the module's docstring says."""
+    """Inside the block, backend "cuda" takes CPU tensors and runs csrc/cuda under the sanitizers."""
     from moe_kernels.backends import cuda
 
     with replace_module(cuda, Module(), device_type="cpu") as module:

@@ -38,7 +38,8 @@ SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The .cu files of a folder, or its .cpp files compiled for one instruction set. Its ops.h lists the launchers."""
+    """The .cu files of a folder, or its .cpp files without module.cpp, compiled for one instruction set. The folder's
+    ops.h lists the launchers."""
 
     folder: Path  # relative to the root
     isa: str = ""  # instruction set of .cpp files; empty for .cu files
@@ -98,7 +99,8 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def build_once(target: Path, make: Callable[[str], object]) -> Path:
-    """Returns `target`. If the file is missing, make(path) writes it, in one process at a time."""
+    """Returns `target`. If it does not exist, make(part) writes another file, which is then renamed to `target`. Two
+    processes never do so at the same time."""
     with lock(target.with_suffix(".lock")):
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}.part{target.suffix}")
@@ -145,7 +147,7 @@ def _object(source: Path, flags: list[str], unit: Unit) -> Path:
 
 @functools.cache
 def build(unit: Unit) -> Path:
-    """Path of a unit's replay program: its sources, call.cpp, replay.cpp and, for .cu files, simt.cpp."""
+    """Path of a unit's program, built from its sources, call.cpp, replay.cpp and, for .cu files, simt.cpp."""
     jobs = [(source, SANITIZER_FLAGS) for source in (*unit.sources(), HERE / "call.cpp", HERE / "replay.cpp")]
     if not unit.isa:
         jobs.append((HERE / "simt.cpp", ["-O2"]))

@@ -19,7 +19,8 @@ void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom_old, 
 void simt_switch_stack(void** from, void* to);
 }
 
-// Pushes the registers that a callee must preserve, saves the stack pointer in *from, and continues on the stack `to`.
+// Pushes the general registers that a callee must preserve, saves the stack pointer in *from, and continues on the
+// stack `to`.
 asm(R"(
 .text
 .type simt_switch_stack, @function
@@ -116,9 +117,9 @@ Fiber make_fiber() {
   return {nullptr, static_cast<char*>(memory) + kGuard, kStackBytes, nullptr};
 }
 
-// Prepares the first switch to a fiber. Its stack gets, from the top: a zero as run_thread's return address, which also
-// aligns the stack as a call does; the address of run_thread, to which simt_switch_stack returns; and zeros for the six
-// registers that simt_switch_stack pops.
+// Prepares a fiber to start run_thread. The fiber's stack gets, from the top: a zero as run_thread's return address,
+// which also aligns the stack as a call does; the address of run_thread, to which simt_switch_stack returns; and zeros
+// for the six registers that simt_switch_stack pops.
 void restart(Fiber& fiber) {
   void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(fiber.stack)) + kStackBytes) - 1;
   *top = nullptr;

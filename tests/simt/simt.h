@@ -1,10 +1,11 @@
-// CUDA C++ on the host: with this header a C++ compiler compiles a .cu file, and simt.cpp runs it. Each CUDA thread is a
-// fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective).
+// CUDA C++ on the host: with this header a C++ compiler compiles a .cu file, and simt.cpp runs it. Each CUDA thread is
+// a fiber, which runs until it ends or waits at a rendezvous (a barrier or a warp collective).
 //
-// Code that accesses a kernel's memory must be in this header, which is compiled with the sanitizers; simt.cpp is not.
+// Code that accesses a kernel's memory belongs here, not in simt.cpp: the .cu files, which include this header, are
+// compiled with the sanitizers, simt.cpp without.
 #pragma once
 
-// CUDA headers that were included earlier may have defined these macros; the headers below do not repeat them.
+// CUDA headers that were included earlier may have defined these macros. The headers below keep the definitions here.
 #undef __global__
 #undef __device__
 #undef __host__
@@ -87,8 +88,7 @@ void meet(uint32_t mask, Lane& lane, const F& f) {
   meet(mask, &lane, apply, &f);
 }
 
-// in_segment: whether `source` is in the lane's own group of `width` lanes (an argument of CUDA's shuffles). If it is
-// not, the lane keeps its value.
+// in_segment: whether CUDA's argument `width` lets the lane read `source`. If not, the lane keeps its value.
 template <class T>
 T shuffle(uint32_t mask, T value, int source, bool in_segment) {
   struct Lane {

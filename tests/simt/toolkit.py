@@ -1,4 +1,4 @@
-"""Finds CUDA on this machine: headers and nvcc from PATH or the nvidia-* wheels, other tools from PATH or Triton."""
+"""Finds CUDA here: headers and nvcc of an nvcc on PATH or of the nvidia-* wheels, other tools on PATH or in Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """Paths; missing, no_nvcc, no_cuobjdump: why the headers, nvcc or cuobjdump were not found, None if they were."""
+    """Paths of the headers and tools. missing: why the headers were not found, or None; no_nvcc and no_cuobjdump: the
+    same for nvcc and cuobjdump."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None
@@ -32,7 +33,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _wheel_roots() -> list[Path]:
-    """Toolkits installed by the nvidia-* wheels, e.g. site-packages/nvidia/cu13."""
+    """The folders in which the nvidia-* wheels may have a toolkit, such as site-packages/nvidia/cu13."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
     return [root for folder in folders for root in sorted(folder.glob("cu*"), reverse=True) if root.is_dir()]
@@ -75,7 +76,7 @@ def find() -> Toolkit:
                 nvcc=nvcc if complete else None,
                 cuobjdump=cuobjdump,
                 nvdisasm=nvdisasm,
-                no_nvcc=None if complete else f"{root} has no nvcc with its cicc",
+                no_nvcc=None if complete else f"{root} lacks nvcc or cicc, which nvcc calls",
                 no_cuobjdump=no_cuobjdump,
             )
     wheels = "nvidia-cuda-{runtime,crt,cccl}"

@@ -1,4 +1,4 @@
-// For tests/test_simt.py: a launcher of a kernel with a bug, which an argument chooses.
+// For tests/test_simt.py: the launcher of a kernel into which the argument `bug` puts a bug.
 #pragma once
 
 #include <driver_types.h>
@@ -9,7 +9,7 @@ namespace moe {
 
 enum Bug : int { kNone, kSharedOverrun, kGlobalOverrun, kCopyPastTheEnd, kOverflow, kSkippedBarrier };
 
-// y[r, i] = x[r, (i + 1) % n] for n up to 32. The kernel copies 4 elements of x at a time with cp.async.
+// y[r, i] = x[r, (i + 1) % n] for n up to 32. Each cp.async of the kernel copies at most 4 elements of x.
 cudaError_t rotate(int bug, const float* x /* (rows, n) */, float* y /* (rows, n) */, int64_t rows, int64_t n,
                    cudaStream_t stream);
 
