@@ -19,8 +19,8 @@ class Unsupported(Exception):
 @dataclass
 class Statement:
     text: str
-    line: int  # line number in the PTX
-    source: tuple[int, ...]  # file number and line of the last .loc; in an inlined function also those of the call
+    line: int  # number of the line in the PTX, from 1
+    source: tuple[int, ...]  # file number and line of the last .loc with a line > 0; if inlined, also of the call
     names: dict[str, str]  # registers that an inner scope declares: name -> unique name
     scopes: tuple[int, ...] = ()  # numbers of the inner scopes around it, the outermost first
 
