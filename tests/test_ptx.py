@@ -201,6 +201,20 @@ def test_copies_land_at_their_wait():
             run(ASYNC.format(commit=commit, wait=wait), x)
 
 
+def test_a_copy_of_what_another_thread_wrote_needs_a_barrier():
+    """Each thread of two warps writes an element, then copies the element of the other warp."""
+    body = """
+    st.global.u32 [%d4], %r0;
+    {barrier}
+    xor.b32 %r3, %r2, 128; cvt.u64.u32 %d5, %r3; add.s64 %d5, %d1, %d5;
+    mov.u32 %r5, memory; add.s32 %r6, %r5, %r2;
+    cp.async.ca.shared.global [%r6], [%d5], 4; cp.async.commit_group; cp.async.wait_group 0;
+    """
+    run(body.format(barrier="bar.sync 0;"), ints(64), threads=64)
+    with pytest.raises(PtxError, match="reads global memory that another thread wrote"):
+        run(body.format(barrier=""), ints(64), threads=64)
+
+
 def test_errors_of_approximate_instructions_are_bounded_and_repeat():
     body = "ld.global.f32 %f0, [%d3]; ex2.approx.ftz.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
     x = torch.linspace(-20, 20, 1024)

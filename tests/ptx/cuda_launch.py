@@ -120,6 +120,7 @@ class Module(simt.Launchers):
         self._library.moe_signatures.restype = ctypes.c_char_p
         self._library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
         self._error: PtxError | None = None
+        self.properties = (machine.SHARED_LIMIT, 108, 8, 0)
         self._callback = _CALL(self._launched)
         super().__init__(self._library.moe_signatures().decode())
 
@@ -146,8 +147,15 @@ class Module(simt.Launchers):
         packed = bytearray(kernel.parameter_bytes)
         for index, (offset, size) in enumerate(kernel.parameters):
             packed[offset : offset + size] = ctypes.string_at(arguments[index], size)
-        memory = extents(self._announced)
-        launch("cuda", kernel, grid, block, kernel.static_shared + dynamic, bytes(packed), memory)
+        shared, most = kernel.static_shared + dynamic, self.properties[0]
+        if shared > most:
+            raise PtxError(f"{kernel.name}: {shared} bytes of shared memory, static and dynamic; a block has {most}")
+        launch("cuda", kernel, grid, block, shared, bytes(packed), extents(self._announced))
+
+    def set_device(self, *properties: int) -> None:
+        """The properties of the GPU that launches see: those of `device`."""
+        self.properties = properties
+        self._library.ptx_device(*properties)
 
 
 @functools.cache
@@ -168,12 +176,12 @@ def use(order: int | None = None) -> Iterator[Module]:
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
     """Inside the block, launches see a GPU with these properties. shared: most bytes of shared memory in a block."""
-    set_device = module()._library.ptx_device
-    set_device(shared, multiprocessors, major, minor)
+    before = module().properties
+    module().set_device(shared, multiprocessors, major, minor)
     try:
         yield
     finally:
-        set_device(machine.SHARED_LIMIT, 108, 8, 0)
+        module().set_device(*before)
 
 
 __all__ = ["Module", "demangled", "device", "module", "unavailable", "use"]

@@ -35,6 +35,10 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         if (!launch.may_access_global(b, w, r, equal, byte, 1, Launch::kRead)) return Next::leave;
       }
     }
+    const u32 unordered = bytes ? launch.unordered_reads(b, w, equal, at, bytes) : 0;
+    for_lanes(unordered, [&](u32 l) {
+      launch.report(b, w, &r, l, "reads global memory that another thread wrote, with no synchronization between");
+    });
     rest &= ~equal;
   }
   launch.count_passes(r, mask, target, r.size);
