@@ -21,7 +21,7 @@ def _floating(kind: str) -> bool:
 
 
 def plain(d: Decoder, parts: list[str], args: list[str]) -> None:
-    """An operation without its own function: it computes each lane alone, and the opcode's last part is the type."""
+    """Decodes an instruction that is not in FORMS. It computes each lane alone; its opcode ends with a type."""
     base, kind = parts[0], parts[-1]
     if kind not in SIZES:
         raise d.unsupported()
@@ -68,7 +68,7 @@ def _cvta(d: Decoder, parts: list[str], args: list[str]) -> None:
     if parts[1] == "param":
         d.emit("cvta.param", [d.operand(each, 8) for each in args])
         return
-    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # the executor's global and generic addresses are equal
+    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # here a generic address equals that in its state space
 
 
 def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
@@ -243,7 +243,7 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
     if "proxy" not in parts:
-        d.emit("nop", [])  # no effect here: blocks run one after the other, and stores take effect at once
+        d.emit("nop", [])  # no effect: the executor runs blocks one after the other, and stores immediately
     elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
         d.emit("fence.proxy.async", [])
     else:

@@ -74,11 +74,12 @@ def _stmatrix(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def unfenced(entry: Entry) -> set[int]:
-    """Indices of the wgmma statements that lack a wgmma.fence: some path to the wgmma has no fence after the start of
-    the kernel or after the last access to its accumulators.
+    """Indices of the wgmma statements that lack a wgmma.fence: on some path to the wgmma there is none after the last
+    access to its accumulators or, without such an access, after the kernel's start.
 
-    Two wgmma on the same accumulators need no fence between them. Moves do not count as accesses: if a wgmma continues
-    the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the copies.
+    Two wgmma on the same accumulators need no fence between them. A mov.b32 does not count as an access: if a wgmma
+    continues the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the
+    copies.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}
@@ -96,7 +97,7 @@ def unfenced(entry: Entry) -> set[int]:
 
 def _reached(product: int, registers: str, texts: list[str], before: list[list[int]]) -> bool:
     """Whether a search backwards from the wgmma `product` meets the kernel's start or an access to the wgmma's
-    accumulators before it meets a fence."""
+    accumulators before it meets a fence. The search ends at other wgmma on the same accumulators."""
     names = set(split(registers))
     seen, pending = {product}, [product]
     while pending:

@@ -1,4 +1,5 @@
-"""The table tests/ptx_counters.json: limits of the counters of calls, for tests/test_ptx_counters.py.
+"""The table tests/ptx_counters.json: counters of the calls in CASES. tests/test_ptx_counters.py fails if a counter
+exceeds its number in the table by more than 1 % plus 4.
 
 After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """
@@ -52,7 +53,7 @@ def name(key: tuple[str, ...]) -> str:
 
 
 def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
-    """Name of a kernel -> its COLUMNS, summed over the launches of one call; None if the backend cannot run it."""
+    """Name of a kernel -> its COLUMNS, summed over its launches in a call; None if the backend cannot run the call."""
     from moe_kernels.backends import BackendError
 
     op, shape, direction, backend, dtype = key

@@ -20,20 +20,25 @@ from . import build, decode, records
 from .decode import Kernel
 from .text import parse
 
-SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
-# A larger Extent tracks neither sectors nor conflicting stores: a tensor with large strides can span terabytes.
+SHARED_LIMIT = 163 * 1024  # bytes of shared memory that a block can have on an A100
+# In a larger Extent no sectors are counted and no conflicting accesses found: a tensor with large strides can span
+# terabytes.
 MAX_COUNTED_BYTES = 2**30
 FINDINGS = 12  # at most so many different errors of a launch are described
 
 
 class PtxError(AssertionError):
-    """A launch did something that is undefined on a GPU, or that makes results depend on the order of execution."""
+    """A launch did something that is undefined on a GPU or that makes results depend on the order of execution, or it
+    could not be executed."""
 
 
 @dataclass
 class Settings:
-    """seed: of the order of execution (0: fixed order); its upper 16 bits also seed the errors of .approx instructions
-    (0: no errors). step_limit: most instructions in a launch, counted by warps."""
+    """seed: of the order of execution (0: fixed order); its upper 16 bits also seed the errors that .approx
+    and div.full instructions add to their results (0: none).
+
+    step_limit: most instructions in a launch, counted by warps.
+    """
 
     seed: int = 0
     step_limit: int = 2_000_000_000
@@ -82,7 +87,8 @@ def kernel(text: str, name: str, keep: bool = True) -> Kernel:
 
 @dataclass
 class Extent:
-    """Bytes that a kernel may access. read, written: 1 for each 32-byte sector that was read or written."""
+    """Bytes that a kernel may access. read, written: 1 for each 32-byte sector that was read or written; empty for more
+    than MAX_COUNTED_BYTES."""
 
     start: int
     size: int
@@ -105,7 +111,7 @@ class Result:
     kernel: Kernel
     grid: tuple[int, ...]
     threads: int  # of a block
-    shared: int  # bytes of a block
+    shared: int  # bytes of shared memory of a block
     counters: np.ndarray  # one element for each record (decoded instruction), and an unused last one
     steps: int  # instructions, counted by warps
     blocks: int  # number of blocks that ran
@@ -133,7 +139,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _sectors(array: np.ndarray) -> int | None:
-    """Address of an Extent's flags; None if it has none, as it is too large."""
+    """Address of Extent.read or Extent.written; None if it is empty."""
     return _address(array) if array.size else None
 
 
@@ -166,7 +172,8 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch; `check` raises the errors in its result. shared: bytes of a block, static and dynamic."""
+    """Executes one launch; `check` raises the errors in its result. shared: bytes of shared memory of a block,
+    static and dynamic."""
     least = kernel.parameter_bytes
     assert len(parameters) >= least, f"{kernel.name}: expected {least} bytes of parameters, got {len(parameters)}"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)

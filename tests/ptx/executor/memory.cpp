@@ -82,7 +82,7 @@ Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// The order of a warp's lanes in a store or atomic: ascending, with a seed random.
+// The order in which the lanes of a warp store or update: ascending without a seed, random with one.
 struct LaneOrder {
   u32 first, step;
   explicit LaneOrder(Launch& launch) : first(0), step(1) {
@@ -142,7 +142,7 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
     for (u32 e = 0; e < r.elements; e++) {
       const u64 halves = undefined_lanes(launch, w, r, 1 + e) >> l & (u64(1) << 32 | 1);
       u8* defined = &b.shared_defined[at[l] + e * r.size];
-      if (r.size * 2 <= r.width || r.size == 1) {  // the low half of the register, or less
+      if (r.size * 2 <= r.width || r.size == 1) {  // all stored bytes are in the register's lower half
         std::memset(defined, !(halves & 1), r.size);
       } else {
         std::memset(defined, !(halves & 1), r.size / 2);
@@ -153,8 +153,9 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
   return Next::following;
 }
 
-// Atomics. flag: 1 for .release, .acquire and .acq_rel, which all count as .acq_rel: the writes that happened before an
-// earlier such atomic at this address happen before the later accesses of this block.
+// Atomics. flag (only for global memory): 1 for .release, .acquire and .acq_rel, which all count as .acq_rel: writes
+// of other blocks that happened before an earlier atomic with flag 1 at this address happen before the later accesses
+// of this block.
 template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
@@ -177,7 +178,7 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       bool defined;
       for (u32 i = 0; i < sizeof(T) && at[l] + sizeof(T) <= launch.request.shared_bytes; i++) {
         SharedWord& each = b.words[(at[l] + i) / launch.program.shared_grain];
-        if (each.lane == kLanes) each.write_clock = 0;  // atomics do not race with each other
+        if (each.lane == kLanes) each.write_clock = 0;  // an atomic does not race with an earlier atomic
       }
       if (!launch.may_read_shared(b, w, r, l, at[l], sizeof(T), defined)) return Next::leave;
       if (!defined) launch.report(b, w, &r, l, "updates shared bytes that were never written");
@@ -196,8 +197,7 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         for (const auto& [block, known] : released) b.known[block].merge(known);
         for (const auto& [block, known] : b.known) released[block].merge(known);
         Known own{w.clocks, std::vector<u32>(w.clocks.size(), kAll)};
-        // All lanes' writes at lower clocks precede the atomic, as the warp's clock rises only at the synchronizations
-        // that shared.cpp lists. Of the writes at the present clock only this lane's surely precede it.
+        // Of the writes of this warp at its present clock, only those of lane l surely precede the atomic.
         own.lanes[w.id] = 1u << l;
         released[b.index].merge(own);
       }

@@ -107,7 +107,7 @@ inline u32 reversed(u32 x) {
   for (u32 k = 0; k < 32; k++) result |= (x >> k & 1) << (31 - k);
   return result;
 }
-// dp4a: `sum` plus the products of the four bytes, of type A in x and B in y.
+// dp4a: `sum` plus the products of the four bytes of x, of type A, with those of y, of type B.
 template <class A, class B>
 inline s32 dot_bytes(u32 x, u32 y, s32 sum) {
   for (u32 k = 0; k < 4; k++) sum += s32(static_cast<A>(x >> (8 * k))) * s32(static_cast<B>(y >> (8 * k)));

@@ -1,18 +1,18 @@
 // Shared memory: bounds, alignment, unwritten bytes, happens-before between warps and lanes, bank conflicts.
 //
-// Happens-before is computed with vector clocks, with an entry for each warp and each mbarrier. A barrier gives its
-// warps the maximum of their vectors. For each word (of shared_grain bytes) the last writer and the clock of each
-// warp's last read are stored. Accesses of two lanes of a warp are ordered if the warp's clock rose between them. A
-// bar.warp.sync of all lanes, a barrier, an arrival at an mbarrier and a fence.proxy.async raise the clock; a shuffle
-// or a vote does not.
+// Each warp has a vector clock, with an entry for each warp and each mbarrier of its block. A barrier gives its warps
+// the maximum of their vectors. For each word (of shared_grain bytes) the last writer and the clock of each warp's last
+// read are stored. Accesses of two lanes of a warp are ordered if the warp's own entry, its clock, rose between them. A
+// bar.warp.sync of all live lanes, a barrier, an arrival at an mbarrier and a fence.proxy.async raise the clock; a
+// shuffle or a vote does not.
 #include <algorithm>
 
 #include "state.h"
 
-// Checks one lane's read. Errors: out of bounds; misaligned; bytes that a copy may still be writing; a write of another
-// warp with no barrier since, of a bulk copy with no wait at its mbarrier, or of another lane with no bar.warp.sync.
-// Unwritten bytes are no error here: they set `defined` to false. lane: kLanes for reads that a warp makes as a whole
-// (ldmatrix, wgmma); races between lanes are then not checked.
+// Checks one lane's read. Errors: it is out of bounds or misaligned; a copy may still be writing the bytes; their last
+// write was a bulk copy's with no wait at its mbarrier since, or another warp's or lane's with no synchronization since
+// (unless the reader wrote the same value). Unwritten bytes are no error: they set `defined` to false. lane: kLanes for
+// reads that a warp makes as a whole (ldmatrix, wgmma); races between lanes of the warp are then not checked.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
@@ -51,8 +51,8 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return true;
 }
 
-// Checks one lane's write of `value`, or with `copy` the start of a copy. Several warps may write equal values; a null
-// `value` counts as different from all.
+// Checks one lane's write of `value`; if `copy`, the start of a copy. Several warps, or lanes of one instruction, may
+// write equal values. A null `value` counts as different from all.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
   if (at + size > request.shared_bytes) {
     report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
@@ -130,8 +130,8 @@ void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
   }
 }
 
-// Whether wgmma and bulk copies (the asynchronous proxy) see the word's last write: it was a bulk copy's, or a
-// fence.proxy.async followed.
+// Whether the asynchronous proxy (wgmma and bulk copies) sees the word's last write: a bulk copy made it, or a
+// fence.proxy.async followed it.
 static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
   return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
 }
@@ -161,8 +161,8 @@ bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return may_write_shared(b, w, r, lane, at, size, nullptr, true);
 }
 
-// Counts the passes over the 32 banks. Memory is accessed by a quarter of the warp at a time if each lane accesses 16
-// bytes, by half of it for 8 bytes. Lanes that access the same 4-byte word share a pass.
+// Counts the passes over the 32 banks. A pass reaches at most one 4-byte word of each bank, for any number of lanes.
+// Passes serve the whole warp if a lane accesses up to 4 bytes, half of the warp for 8 bytes, a quarter for 16.
 void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 size) {
   if (!mask) return;
   Counters& c = counters(record);

@@ -15,35 +15,36 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  // At [a register's offset / 64]: lanes with an undefined lower half (low 32 bits) or upper half (high 32 bits).
+  // [a register's offset / 64]: a mask of the lanes whose value has an undefined lower half (bits 0-31 of the mask) or
+  // upper half (bits 32-63).
   u64* undefined = nullptr;
   u32 born = 0;              // lanes that exist: 32, in the last warp of a block possibly fewer
   u32 live = 0;              // lanes that have not exited
-  u32 active = 0;            // lanes at pc
-  u32 blocked = 0;           // lanes that wait at a .sync instruction
+  u32 active = 0;            // lanes that execute the instruction at pc
+  u32 blocked = 0;           // lanes that wait for other lanes at a .sync instruction
   u32 pc = 0;
   u32 next_other = ~0u;      // lowest pc of the lanes that are not active
   u32 pcs[kLanes] = {};      // pc of each lane that is not active
   Phase phase = Phase::ready;
   u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
   s64 reduction = -1;        // offset of bar.red's destination register, or -1
-  char reduction_how = 0;    // o: or, a: and, p: count
+  char reduction_how = 0;    // o: or, a: and, p: popc
   u32 reduction_value = 0;
   std::vector<u32> clocks;   // vector clock: an entry for each warp, then one for each mbarrier
-  std::vector<u32> fenced;   // by warp: clock up to which a fence.proxy.async made its writes visible
+  std::vector<u32> fenced;   // by warp: its writes up to this clock are visible to wgmma and bulk copies
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
   Products products;
   u32 mbarrier = ~0u, mbarrier_pc = 0;  // address (~0: none) and pc of the last failed try_wait
   u64 mbarrier_phase = 0;
-  u64 met_at[kLanes] = {};   // by lane: step of its last bar.warp.sync
+  u64 met_at[kLanes] = {};   // by lane: Launch::steps at its last bar.warp.sync
   u32 met[kLanes] = {};      // by lane: mask of that bar.warp.sync
 };
 
 // The last accesses to one word of shared memory, of shared_grain bytes (types.h).
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0;   // of the last write; writer >= number of warps: a bulk copy; lane 32: an atomic
+  u8 writer = 0, lane = 0;   // warp and lane of the last write; writer >= number of warps: bulk copy; lane 32: atomic
   u8 in_flight = 0;          // copies that may still be writing it
   u8 mbarrier = 0;           // 1 if it belongs to an mbarrier in use
   u32 same = 0;              // mask of the warps that wrote the present value
@@ -118,14 +119,16 @@ struct Launch {
   u64 steps = 0;
   u32 clock_base = 1;        // clocks of earlier blocks are below it
   bool failed = false;
-  u32 origin = 0;            // the last instruction that introduced an undefined value, and why
+  u32 origin = 0;            // index of the last instruction that introduced an undefined value, and why
   const char* origin_why = "";
-  std::vector<std::vector<GlobalWord>> written;  // by range, then by global_grain bytes; empty until a store
-  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release or acquire, by block
+  std::vector<std::vector<GlobalWord>> written;  // by Range, then by word; a Range has no words before its first store
+  // By address of an atomic with .release, .acquire or .acq_rel, then by block.
+  std::unordered_map<u64, std::map<u32, Known>> released;
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
-  // Reports an error of one lane; errors of equal instruction and format share a Finding. 1000 errors end the launch.
+  // Reports an error; errors of equal instruction and format share a Finding. 1000 errors end the launch. lane: kLanes
+  // if the error is the whole warp's.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
@@ -133,11 +136,11 @@ struct Launch {
   u32 operand(const Record& record, u32 k) const { return program.operands[record.operands + k]; }
   bool seeded() const { return request.seed != 0; }
 
-  // Reports that a stored value, a guard or an address is undefined, and names `origin`.
+  // Reports that a stored value, a guard or an address is undefined in `lanes`, if there are any, and names `origin`.
   void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
   void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
 
-  // launch.cpp; release_barriers: control.cpp
+  // Defined in launch.cpp, release_barriers in control.cpp.
   void run();
   bool release_barriers(Block& block);
   void run_warp(Block& block, Warp& warp, u64 budget);
@@ -145,7 +148,7 @@ struct Launch {
   void end(Block& block);
   void report_deadlock(Block& block);
 
-  // shared.cpp: the may_ functions check one lane's access and return false if it is out of bounds.
+  // shared.cpp: the may_ functions check an access and return false if it is out of bounds.
   bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
   bool may_write_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool copy);
   void count_passes(const Record&, u32 mask, const u64* at, u32 size);

@@ -1,4 +1,5 @@
-// The table of operations: a name, mostly that of the PTX instruction, and the function that executes it for a warp.
+// The table of operations. An operation has a name like its PTX instruction's, and a function that executes it for a
+// warp.
 #pragma once
 
 #include <string>

@@ -4,7 +4,8 @@
 
 namespace {
 
-// Operands: the destinations, then the address of a row. elements: number of matrices; flag: transposed.
+// Operands: the destinations, then each lane's address of a row: lanes 8 q to 8 q + 7 have those of matrix q. elements:
+// number of matrices; flag: transposed.
 Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
@@ -38,8 +39,7 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   return next;
 }
 
-// Operands: the address of a row, then the sources. As for ldmatrix, lanes 8 q to 8 q + 7 have the addresses of the rows
-// of matrix q.
+// Operands: each lane's address of a row, as for ldmatrix, then the sources. elements and flag as for ldmatrix.
 Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
@@ -71,7 +71,7 @@ Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
 }
 
 // D = A B + C with A (16, K) in 4 registers, B (K, 8) in 2, C and D (16, 8) in 4; K is `depth`. An undefined element of
-// A or B makes its row or column of D undefined.
+// A makes its row of D undefined, one of B its column.
 struct Bf16 {
   static constexpr u32 depth = 16;
   static f32 value(u32 bits, u32 half) { return from_bf16(static_cast<u16>(half ? bits >> 16 : bits)); }

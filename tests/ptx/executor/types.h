@@ -21,12 +21,12 @@ struct Record {  // a decoded instruction
   u16 op;         // index in the table of operations
   u8 negated;     // the guard predicate is negated
   u8 size;        // ld and st: bytes of an element; cp.async: bytes of a copy
-  u8 width;       // ld and st: bytes of a register
+  u8 width;       // ld and st: bytes of a register for each lane
   u8 elements;    // ld and st: elements of a vector; ldmatrix and stmatrix: matrices; others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
   u8 count;
   s32 guard;      // offset of the predicate register, or -1
-  u32 operands;   // index of the first operand
+  u32 operands;   // index of the first operand in Program::operands
   s32 target;     // of a branch: index of an instruction
   u32 address;    // bytes of the address register: 4 or 8
   s64 immediate;  // offset of an address, number of a barrier, groups that may stay in flight, or columns of a wgmma
@@ -36,9 +36,9 @@ struct Record {  // a decoded instruction
 // Counters of one instruction (Record) in a launch.
 struct Counters {
   u64 runs;      // executions by warps
-  u64 lanes;     // lanes that took part
+  u64 lanes;     // lanes that took part, summed over the executions
   u64 requests;  // accesses of warps to memory; of a branch: divergences
-  u64 sectors;   // global memory: sectors of 32 bytes; shared memory: passes over the banks
+  u64 sectors;   // global memory: sectors of 32 bytes; shared memory: passes over the banks; cp.async: the sum of both
   u64 ideal;     // the value of `sectors` with no unused bytes in sectors and no bank conflicts
 };
 
@@ -49,10 +49,10 @@ struct Range {
   u8* written_sectors;  // the same for written sectors
 };
 
-// Errors of one instruction and message; warp, lane, block and text are those of the first. Python adds the kernel's
-// name and the lines.
+// The errors of one instruction that have the same format of the message; warp, lane, block and text are those of the
+// first such error. machine.py adds the kernel's name and the lines of the PTX and of the source.
 struct Finding {
-  u32 pc, warp, lane, kind;  // kind: identifies the message; lane 32: the whole warp
+  u32 pc, warp, lane, kind;  // lane 32: the whole warp; kind: identifies the format
   u32 block[3];
   u32 times;  // number of errors
   char text[228];

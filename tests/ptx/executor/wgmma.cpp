@@ -1,8 +1,8 @@
 // wgmma: products that the four warps of a warpgroup start together and wait for later.
 //
-// Descriptors give the places of the operands in shared memory. Each warp computes 16 of the 64 rows. The sums are
-// computed at once, but stored in the accumulators at wgmma.wait_group. Until then the accumulators are undefined, and
-// the operands must not be overwritten.
+// Descriptors give the places of the operands in shared memory. Each warp computes 16 of the 64 rows. The executor
+// computes the sums at the wgmma, but stores them in the accumulators at the wgmma.wait_group that waits for it. Until
+// then the accumulators are undefined, and the operands must not be overwritten.
 #include "numbers.h"
 #include "table.h"
 
@@ -12,7 +12,7 @@ constexpr u32 kMaxColumns = 256;
 
 // The matrix descriptor of the PTX ISA. Bits 0-13: address; 16-29: leading byte offset; 32-45: stride byte offset, all
 // three in units of 16 bytes; 49-51: base offset; 62-63: swizzle, 1 for 128 bytes, 2 for 64 and 3 for 32. span: bytes
-// of the swizzle. known: whether the executor models the descriptor (a swizzle, and no base offset).
+// of the swizzle. known: the executor models this descriptor, as it has a swizzle and no base offset.
 struct Descriptor {
   u32 start, leading, stride, span, row_chunks;
   bool known;
@@ -21,9 +21,10 @@ struct Descriptor {
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
-  // Address of the 16 bytes `chunk` of `line`. If k_major, a line is a row of A or a column of B, and its chunks follow
-  // each other along K. Else a line is an index of K, and its chunks follow each other along the rows of A or columns
-  // of B. The swizzle XORs address bits 7, 7-8 or 7-9 (for a span of 32, 64 or 128) into the bits from 4 on.
+  // Address of a chunk of 16 bytes; `chunk` is its index in `line`. If k_major, a line is a row of A or a column of B,
+  // and its chunks follow each other along K. Else a line is an index of K, and its chunks follow each other along the
+  // rows of A or columns of B. The swizzle XORs address bits 7, 7-8 or 7-9 (for a span of 32, 64 or 128) into the bits
+  // from 4 on.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
     where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
@@ -44,8 +45,8 @@ struct Tf32 {  // the lower 13 bits are ignored
   static f32 value(u32 x) { return bits<f32>(x & 0xffffe000u); }
 };
 
-// Reads the rows of A, or columns of B, from `first` to first + rows - 1, each 32 bytes along K, and calls
-// put(row - first, k, value) for each element. bad: marks rows with unwritten bytes, counted from `first` too.
+// Reads `rows` rows of A, or columns of B, from number `first` on: of each, 32 bytes along K. Calls
+// put(row - first, k, value) for each element, and sets bad[row - first] for a row with unwritten bytes.
 template <class Kind, class Put>
 bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
@@ -84,7 +85,8 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warp's n-th wgmma equals the n-th wgmma of the warps of its warpgroup that issued it earlier.
+// Whether the warp's n-th wgmma equals the n-th wgmma of the warp of its warpgroup that issued it first. Reports an
+// error if not, or if the warpgroup lacks a warp or this warp lacks a lane.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps of 32 lanes");
@@ -99,8 +101,9 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   const Agreement::Call known = group.calls[number];
   if (*std::min_element(group.issued, group.issued + 4) > group.first) group.calls.pop_front(), group.first++;
   if (known.pc == call.pc && known.a == call.a && known.b == call.b && known.scale == call.scale) return true;
-  launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues differently: operands %llx and %llx, there %llx and %llx", known.warp,
-                (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
+  launch.report(b, w, &r, 0,
+                "a wgmma that warp %u of its warpgroup issues differently: descriptors %llx and %llx, in that warp %llx and %llx",
+                known.warp, (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
   return false;
 }
 
@@ -159,7 +162,9 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
     launch.failed = true;
   }
   if (launch.failed) return Next::leave;
-  if (r.flag) launch.report(b, w, &r, 0, "its accumulators were accessed with no wgmma.fence since");
+  if (r.flag) launch.report(b, w, &r, 0,
+                            "on some path the kernel started or its accumulators were "
+                            "accessed with no wgmma.fence since");
 
   f32 a[16][depth];
   static thread_local f32 bt[depth][kMaxColumns];
