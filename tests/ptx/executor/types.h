@@ -24,7 +24,7 @@ struct Record {  // a decoded instruction
   u8 width;       // ld and st: bytes of a register for each lane
   u8 elements;    // ld and st: elements of a vector; ldmatrix and stmatrix: matrices; others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
-  u8 count;
+  u8 count;       // number of operands
   s32 guard;      // offset of the predicate register, or -1
   u32 operands;   // index of the first operand in Program::operands
   s32 target;     // of a branch: index of an instruction
@@ -37,9 +37,9 @@ struct Record {  // a decoded instruction
 struct Counters {
   u64 runs;      // executions by warps
   u64 lanes;     // lanes that took part, summed over the executions
-  u64 requests;  // accesses of warps to memory; of a branch: divergences
+  u64 requests;  // accesses of warps to memory; of a bulk copy: boxes copied; of a branch: divergences
   u64 sectors;   // global memory: sectors of 32 bytes; shared memory: passes over the banks; cp.async: the sum of both
-  u64 ideal;     // the value of `sectors` with no unused bytes in sectors and no bank conflicts
+  u64 ideal;     // sectors that the lanes' bytes would fill side by side; passes without bank conflicts
 };
 
 // Memory that a kernel may access.
