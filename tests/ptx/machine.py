@@ -175,7 +175,7 @@ def run(
     """Executes one launch; `check` raises the errors in its result. shared: bytes of shared memory of a block,
     static and dynamic."""
     least = kernel.parameter_bytes
-    assert len(parameters) >= least, f"{kernel.name}: expected {least} bytes of parameters, got {len(parameters)}"
+    assert len(parameters) >= least, f"{kernel.name}: expected at least {least} parameter bytes, got {len(parameters)}"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()
     ranges = (records.Range * max(len(extents), 1))(
