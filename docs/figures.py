@@ -19,7 +19,7 @@ def _insert(app: Any, name: str, source: list[str]) -> None:
 
 
 def figures(operations: list[str]) -> str:
-    """Markdown: the figures of these operations in bench/results, as ranges over the shapes; then predicted ones."""
+    """Markdown tables of these operations: figures measured with the present sources, then predicted ones."""
     parts = []
     for result in ledger.read():
         entries = [entry for entry in result["entries"] if entry["operation"] in operations]
