@@ -4,7 +4,7 @@
     PYTHONPATH=tests python -m ptx grouped_gemm --backend cuda --dtype fp16 --lines
     PYTHONPATH=tests python -m ptx --update      # writes tests/ptx_counters.json
 
-Operations, names of sizes and directions are those of bench.registry. Sizes that --shape does not give are small.
+Operations and names of sizes are those of bench.registry. Sizes that --shape does not give are small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--shape", default="", help='such as "R=64 N=4096 p=0.1"')
     parser.add_argument("--direction", choices=("forward", "backward", "training"), default="forward")
-    parser.add_argument("--lines", action="store_true", help="also the source lines that execute the most")
+    parser.add_argument("--lines", action="store_true", help="also the source lines with most instructions")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.update:

@@ -19,7 +19,7 @@ SMALL = {"R": 64, "T": 256, "D": 128, "H": 128, "E": 8, "B": 4}
 
 def _shape(entry: Any, given: str) -> dict[str, Any]:
     """The entry's first shape (of its "quick" ones, if there are any), with sizes limited to SMALL and R (rows, or
-    iterations of sinkhorn) = 64. Then `given` replaces sizes."""
+    iterations of sinkhorn) = 64. Then `given`, such as "N=4096 p=0.1", replaces sizes."""
     shapes = entry.shapes.get("quick") or next(iter(entry.shapes.values()))
     shape = dict(shapes[0])
     shape = entry.complete(shape, "cpu") | {name: min(n, SMALL[name]) for name, n in shape.items() if name in SMALL}
@@ -32,7 +32,7 @@ def _shape(entry: Any, given: str) -> dict[str, Any]:
 
 
 def entry_and_inputs(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """An operation's entry in bench.registry, inputs of it, and their shape."""
+    """An operation's entry in bench.registry, inputs for a call, and their shape."""
     sys.path.insert(0, str(ROOT))
     try:
         from bench.registry import ENTRIES

@@ -9,7 +9,7 @@ from typing import Any
 from .decode import Kernel
 from .machine import Result
 
-# An instruction is in the first class whose pattern matches its opcode.
+# An instruction is in the first class whose pattern matches the start of its opcode.
 CLASSES = {
     "tensor": r"mma|wgmma|ldmatrix|stmatrix",
     "copy": r"cp\.async",
@@ -89,7 +89,7 @@ def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
         lines.append(f"{each['kernel']}  grid {grid}, {each['threads']} threads, {each['shared_bytes']} bytes shared")
         lines.append(
             f"  instructions per element: {total / elements:.2f}, {issued(each) / elements:.2f} without moves and "
-            f"parameters ({each['warp_instructions']} of warps)"
+            f"parameters; {each['warp_instructions']} warp instructions"
         )
         parts = sorted(each["instructions"].items(), key=lambda part: -part[1])
         lines.append("  " + ", ".join(f"{name} {n / elements:.2f}" for name, n in parts))
@@ -97,7 +97,7 @@ def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
         lines.append(
             f"  global: {each['requests']} requests, {each['sectors'] / requests:.2f} sectors each, "
             f"{each['sectors'] / max(each['ideal_sectors'], 1):.2f} times the ideal; "
-            f"{each['bytes_read']} bytes read and {each['bytes_written']} written, each sector once"
+            f"{each['bytes_read']} bytes read and {each['bytes_written']} written, each sector counted once"
         )
         lines.append(
             f"  shared: {each['bank_passes']} passes, {each['bank_passes'] / max(each['ideal_passes'], 1):.2f} times "

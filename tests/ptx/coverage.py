@@ -30,8 +30,8 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in plain containers, which pytest-xdist can send. lines: place -> number of its
-    instructions that ran, number of its instructions."""
+    """The coverage of this process, in plain containers, which pytest-xdist can send. lines: place -> (how many of its
+    instructions ran, how many it has)."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
