@@ -63,7 +63,7 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
 ON_THE_HOST = ("permuted", "competition")  # layers whose training calls a function that torch.compile does not trace
-# Layers that compute the same in training and in evaluation: they have no noise, loss, capacity or schedule.
+# Layers that tests run in training only, since evaluation computes the same.
 NO_OTHER_TRAINING = (
     "hash",
     "manual",
@@ -84,7 +84,10 @@ def inputs(tokens):
 
 
 def found(call, parameters, tokens=9):
-    """[*y, loss, *gradients] of a call on `tokens` tokens. loss: the sum of y's squares, plus the layer's own loss."""
+    """[*y, loss, *gradients to x and parameters] of a call on `tokens` tokens. An input without gradient is left out.
+
+    loss: the sum of the squares of y, plus the layer's own loss.
+    """
     torch.manual_seed(1)
     x, ids = inputs(tokens)
     out = call(x.requires_grad_(), ids)

@@ -35,7 +35,11 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
-    """(loss, test bits) of each evaluation of a complete training, and of one interrupted after `steps` and resumed."""
+    """Runs `train` twice: once to the end, and once interrupted after `steps` steps, then resumed.
+
+    parse: makes the arguments of `train` from the name of the output folder. Returns for each of the two trainings a
+    list with (loss, test bits) of every evaluation of every network.
+    """
     found = []
     for name in ("whole", "broken"):
         args = parse(name)

@@ -24,8 +24,8 @@ def hot_loop(code: list[Instruction]) -> int:
     """The number of instructions of the longest innermost loop of a kernel, 0 if the kernel has no loop.
 
     A branch makes a loop if its target dominates it: every path from the kernel's start to the branch visits the
-    target. The loop has the blocks on the paths from the target to the branch. BRA.DIV jumps to code after the kernel's
-    end; a branch from there back into the kernel makes no loop, since its target does not dominate it.
+    target. The loop has the blocks on the paths from the target to the branch. A jump to code after the kernel's end
+    (BRA.DIV) and back makes no loop.
     """
     blocks, successors = _graph(code)
     loops: dict[int, int] = {}  # by the first block of a loop: the bit set of its blocks
@@ -40,7 +40,7 @@ def hot_loop(code: list[Instruction]) -> int:
 
 
 def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
-    """The number of instructions of each basic block, and the blocks that may follow it."""
+    """For each basic block the number of its instructions, and the blocks that may follow it."""
     place = {each.address: k for k, each in enumerate(code)}
     goes = {k: _target(each, place) for k, each in enumerate(code) if each.name.startswith(("BRA", "EXIT", "RET"))}
     starts = {0, *(k + 1 for k in goes), *(target for target in goes.values() if target is not None)}
@@ -54,13 +54,14 @@ def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
         if (end - 1 not in goes or last.guard or "," in last.operands) and end < len(code):
             follows.append(block[end])
         successors.append(follows)
-    reached = _reached(successors)  # leaves out called functions and the endless branch that pads the code
+    # Blocks that the kernel does not reach, in called functions and padding, get no successors: they make no loops.
+    reached = _reached(successors)
     successors = [targets if reached >> each & 1 else [] for each, targets in enumerate(successors)]
     return [end - start for start, end in pairwise(bounds)], successors
 
 
 def _target(each: Instruction, place: dict[int, int]) -> int | None:
-    """The index of the instruction to which a BRA jumps; None for any other instruction."""
+    """The index of the instruction to which a BRA jumps; None for other instructions and for targets not in `place`."""
     found = re.search(r"0x([0-9a-f]+)\s*$", each.operands)
     return place.get(int(found[1], 16)) if found and each.name.startswith("BRA") else None
 

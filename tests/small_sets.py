@@ -19,7 +19,7 @@ def ratings() -> Ratings:
 
 
 def table() -> Table:
-    """Rows whose 7 targets are smooth functions of their 21 inputs."""
+    """Rows with 21 inputs, of which the first 14 determine the 7 targets."""
     x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
     y = torch.tanh(x[:, :7] + x[:, 7:14])
     return Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))
@@ -34,7 +34,7 @@ def images() -> Images:
 
 
 def blobs(n: int = 96) -> Images:
-    """Three Gaussian clouds whose centres are 19 standard deviations apart."""
+    """Three Gaussian clouds whose centres are about 19 standard deviations apart."""
     y = torch.arange(n) % 3
     x = torch.eye(3).repeat(1, 4)[y] * 2 - 1 + 0.3 * torch.randn(n, 12, generator=torch.Generator().manual_seed(0))
     half = n // 2

@@ -38,14 +38,15 @@ def test_a_gpu_older_than_the_code_is_refused():
 def test_a_driver_older_than_the_toolkit_is_refused():
     message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
     assert reason_against("8.0", driver=12080) == message
-    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code needs only a driver for CUDA 12
+    assert reason_against("9.0", driver=12040, built_with=12080) is None  # any driver for CUDA 12 runs it
     message = "a driver for CUDA 12.8 must compile its PTX here; got 12.4: update it"
     assert reason_against("10.0", driver=12040, built_with=12080) == message
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks the CUDA module, without kernels, and a GPU. Tests set its capability, driver and only GPU backend."""
+    """A mock of a GPU and of the CUDA module, without kernels. Tests set the capability of the GPU, the version of its
+    driver, and which of the backends "cuda" and "triton" is there."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
@@ -107,7 +108,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
             pytest.skip(reason)
         from moe_kernels.backends import triton
 
-        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx changed it to "cpu"
+        monkeypatch.setattr(triton, "device_type", "cuda")  # without a GPU, tests/ptx sets it to "cpu"
     gpu.capability, gpu.backend = capability, backend
     backends._warn_reference.cache_clear()
     assert backends.choose(op, None, *tensors(size - 1)) == backend

@@ -1,4 +1,4 @@
-"""python -m bench: its arithmetic, timing, peers and rejections."""
+"""python -m bench: its timing, figures, peers and checks, and its errors for wrong options or kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench with kWTA only: one quick shape and two for scaling, all of 4 rows, and the small cases of verify."""
+    """Reduces the bench to kWTA with one shape in "quick" and two in "scaling", all with 4 rows, and to small cases of
+    verify. The ceilings are constants instead of measured ones."""
     shapes = {"quick": [{"N": 100, "p": 0.5}], "scaling": [{"R": 4, "N": n, "p": 0.5} for n in (10, 1000)]}
     entry = replace(ENTRY, shapes=shapes, complete=lambda shape, device: {"R": 4, **shape})
     monkeypatch.setitem(registry.ENTRIES, "kwta", entry)

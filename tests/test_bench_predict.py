@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
         (launched(), (0.5, 1.3, 0.0), 1.3, "issue"),
         (launched(bytes_read=4600), (2.5, 1.3, 0.0), 1.3, "DRAM"),
         (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # the launch's own bytes_grow
-        # Kernels with products have factor 0.9; 1e6 FLOPs x grows / 200 TFLOP/s.
+        # Kernels with matrix instructions have factor 0.9; 1e6 FLOPs x grows / 200 TFLOP/s.
         (launched(tensor_flops=10**6), (0.5, 0.9, 5.0), 0.9, "tensor"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_gpu_without_a_peak_is_named():
 
 
 def kernels() -> dict[str, set[str]]:
-    """Names of all GPU kernels of the package."""
+    """By backend: the names of all its kernels."""
     names = {name.strip("_") for name in triton_kernels()}
     files = [*(ROOT / "csrc" / "cuda").iterdir(), *(ROOT / "csrc" / "include" / "moe").iterdir()]
     sources = "".join(path.read_text() for path in files if path.suffix in (".cu", ".cuh", ".h"))

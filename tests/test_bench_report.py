@@ -270,5 +270,5 @@ def test_sources_are_found_in_every_folder():
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
     assert ledger.ROOT / "moe_kernels/backends/triton/_rows.py" in ledger.sources("kwta", "triton")
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("expert_mlp", "cuda")
-    assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("dispatch", "cuda")  # backward of dispatch
+    assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("dispatch", "cuda")  # for its gradient
     assert ledger.ROOT / "csrc/cuda/kwta.cu" not in ledger.sources("dispatch", "cuda")

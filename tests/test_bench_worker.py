@@ -1,4 +1,4 @@
-"""The bench on a GPU: kernels that crash their process, and runs that end early."""
+"""What the bench does on a GPU, tested without one: crashes, time limits, order of jobs, use of memory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_results_are_written_during_the_run(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_each_verdict_on_a_gpu_has_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the other process has no executor of PTX
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the other process does not import tests/ptx
     log = tmp_path / "nowhere yet" / "log"
     monkeypatch.setattr(checks, "DTYPES", (torch.float32,))
     found = checks.verify_all(["make_plan"], ["triton"], small=True, log=log)

@@ -105,7 +105,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits."""
+    """Tests the mean of three seeds: with other rounding, one seed's result after 60 steps can differ by 0.5 bits."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
         lr=0.01, distill=0.01, batch_size=16, windows=8,
@@ -133,7 +133,7 @@ def test_loading_a_model_without_its_checkpoint_names_the_folder(checkpoint, tex
 
 @pytest.mark.parametrize("side", ["small", "hash", "balanced", "comet", "hash+"])
 def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
-    """If each expert has every neuron of the dense layer and nothing is trained, the student equals the checkpoint."""
+    """If each expert has all neurons of the dense layer, the untrained student computes what the checkpoint does."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=24, share=24, length=10, steps=4, dense_share=0.0,
         lr=0.0, entropy=0.0, zeta=0.0, eval_batch=16, batch_size=8,
@@ -198,7 +198,7 @@ def test_importance_is_by_window_gradients(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """15 % of a window's tokens are masked, never [CLS] or [SEP]: random ones in training, fixed ones in evaluation."""
+    """15 % of the tokens between [CLS] and [SEP] are masked: random ones in training, fixed ones in evaluation."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train

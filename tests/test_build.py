@@ -33,9 +33,9 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
     compiler = os.environ.get("CXX", "g++")
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
-    # reading_cxx only preprocesses (-E), so that every included file must exist. It links nothing.
+    # reading_cxx only preprocesses (-E), which needs every included file. It does not link: it makes empty files.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
-    # cuda_cxx compiles the C++ sources of the CUDA module and links this module. Its other outputs are empty files.
+    # cuda_cxx compiles csrc/cuda/module.cpp and links the CUDA module. Its other outputs are empty files.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
@@ -119,7 +119,7 @@ def test_a_bad_architecture_is_an_error(checkout):
 
 
 def fake_nvcc(folder: Path, *known: str) -> Path:
-    """A toolkit's folder with an nvcc that lists these architectures and compiles nothing."""
+    """A toolkit's folder with an nvcc that lists the architectures `known` and compiles nothing."""
     (folder / "bin").mkdir(parents=True)
     write_program(folder / "bin" / "nvcc", f'[ "$1" = --list-gpu-arch ] && printf "%s\\n" {" ".join(known)}; exit 0')
     return folder
@@ -182,7 +182,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    # The whole name: test_a_stale_module_is_not_in_the_wheel leaves a file named like the module of Python 3.11.
+    # Not _cuda*.so, which also matches the file that test_a_stale_module_is_not_in_the_wheel leaves here.
     module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed
@@ -198,7 +198,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has MMX registers")
 def test_no_kernel_touches_an_mmx_register():
-    """After MMX code without the instruction emms, long double arithmetic in the same process gives NaN."""
+    """After MMX code without the instruction emms, long double arithmetic in the same thread may give NaN."""
     cpu = pytest.importorskip("moe_kernels._cpu")
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", cpu.__file__], capture_output=True, text=True, check=True

@@ -20,7 +20,7 @@ def on_gpu(*values):
 
 
 X = torch.zeros(2, 4)
-# By part of the error message: a call that checks indices with one out of range.
+# By words of the expected error: a call that checks indices, one of them out of range.
 STALE = {
     "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),

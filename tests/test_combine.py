@@ -99,7 +99,7 @@ def test_float32_gates_weigh_bfloat16_rows(target):
 
 
 def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
-    """bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and does not have the number (1 + 2^-7)^2."""
+    """bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and cannot represent (1 + 2^-7)^2."""
     plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
     rows = torch.full((2, 1), 1 + 2**-7, dtype=torch.bfloat16, device=target.device, requires_grad=True)
     weights = torch.tensor([[1 + 2**-9, -1.0]], device=target.device, requires_grad=True)
