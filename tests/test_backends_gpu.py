@@ -88,7 +88,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # operation, tensors of size n, backend, smallest n that the backend's kernel does not take
+SIZES = [  # operation, function of n that makes its tensors, backend, smallest n that the kernel does not take
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),

@@ -107,7 +107,7 @@ def test_results_survive_writing_and_reading(tree: Path) -> None:
     result = result_of(tree, "cuda")
     path = ledger.write(result, tree / "results")
     assert path.name == "some-gpu.json"
-    result["entries"][0]["figures"][0]["us"] = 123500.0  # four digits are kept
+    result["entries"][0]["figures"][0]["us"] = 123500.0  # four significant digits are kept
     assert ledger.read(tree / "results") == [result]
 
 

@@ -39,7 +39,7 @@ def result() -> ledger.Result:
 
 
 def repeated(kernel: Callable[..., object], *args: object) -> object:
-    for _ in range(7):  # fewer might not show on a busy machine
+    for _ in range(7):  # fewer extra calls might not show on a busy machine
         kernel(*args)
     return kernel(*args)
 
