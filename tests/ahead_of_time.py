@@ -1,9 +1,9 @@
-"""Prints figures of the machine code of each launch in triton_calls.py as JSON: registers, spills, shared memory, the
-length of the longest inner loop, names of the instructions. Triton compiles the kernels without a GPU.
+"""Prints figures of the machine code of the launches of triton_calls.py as JSON: registers, spills, shared memory, the
+instructions of the longest innermost loop, names of the instructions. Triton compiles the kernels without a GPU.
 
 The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
-these digests are not compiled. test_machine_code_triton.py runs this file in a process of its own, because a kernel
-that was decorated for Triton's interpreter cannot be compiled. PTX is kept in the cache of tests/ptx.
+these digests get no figures. test_machine_code_triton.py runs this file in a process of its own, because a kernel that
+was decorated for Triton's interpreter cannot be compiled. PTX is kept in the cache of tests/ptx.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def launches(capability: int) -> dict[str, dict[str, Any]]:
-    """The launches that need a compilation which no earlier launch needed, by kernel, dtype and call.
+    """By kernel, dtype and call: the launches that need a compilation which no earlier launch needed.
 
-    For sm_90: all of these for 16-bit matrix products, which can use wgmma there, and the first of every other kernel.
+    For sm_90 only the first of these for each kernel, but all for 16-bit matrix products, which can use wgmma there.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -58,9 +58,9 @@ def launches(capability: int) -> dict[str, dict[str, Any]]:
 
 
 def check_ones(source: ASTSource, capability: int) -> None:
-    """Checks that Triton can translate the kernel if every integer argument that it specialises is 1.
+    """Checks that Triton can translate the kernel if every integer argument that Triton specialises is 1.
 
-    Triton replaces such an argument by a constant, which has no methods and cannot be assigned to in a loop.
+    Triton then replaces the argument by a constant, which has no methods and cannot be assigned to in a loop.
     """
     signature, constants = dict(source.signature), dict(source.constants)
     for index, (name, kind) in enumerate(source.signature.items()):
@@ -77,7 +77,7 @@ def check_ones(source: ASTSource, capability: int) -> None:
 
 
 def origin(launch: dict[str, Any], backend: Any) -> str:
-    """A digest of what determines a launch's figures: Triton, its options, the source, and the files in READERS."""
+    """A digest of what determines a launch's figures: Triton, the launch's options and source, the files in READERS."""
     options = backend.parse_options(dict(launch["options"])).hash()
     readers = (Path(__file__).with_name(name).read_text() for name in READERS)
     return build.digest(triton.__version__, backend.hash(), options, launch["source"].hash(), *readers)

@@ -1,7 +1,7 @@
-"""Fixture `target`: runs a test once for each instruction set of the CPU kernels, once for Triton and once for CUDA.
+"""Fixture `target`: runs a test once for each CPU instruction set of this machine, once for Triton, once for CUDA.
 
-Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. With
-TRITON_INTERPRET=1 instead, Triton's interpreter runs Triton's kernels, and tests/simt runs the CUDA sources.
+Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. If
+TRITON_INTERPRET=1 is also set, Triton's interpreter runs Triton's kernels, and tests/simt runs the CUDA sources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-INTERPRET = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it too, at each @triton.jit
+INTERPRET = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads the variable at each @triton.jit
 
 import pytest
 

@@ -25,7 +25,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x with three `fill` after each row: rows of a multiple of 16 bytes lose their alignment to 16 bytes."""
+    """A copy of x with three `fill` after each row, so that not every row starts at a multiple of 16 bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -54,8 +54,8 @@ def gapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only the pages of x take memory. At
-    2^30, a row's offset in elements exceeds int32 from row 2 on; in vectors of 8 elements, from row 16 on."""
+    """A copy of x with rows 2^30 elements apart, or with `strides`. On a CPU only pages with elements of x take memory.
+    At 2^30, a row's offset in elements exceeds int32 from row 2 on; in vectors of 8 elements, from row 16 on."""
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     bytes_ = (last + 1) * x.element_size()

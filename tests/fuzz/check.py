@@ -1,15 +1,18 @@
 """Compares a case with the definition and minimises failing cases.
 
-As in `moe_kernels verify`, errors are relative to the largest magnitude in an output, and an output may have twice the
-definition's error in the same dtype plus a floor in epsilons.
+Errors are relative to the largest finite magnitude of the definition's float64 output. As in `moe_kernels verify`, an
+output that need not be exact may have twice the error of the definition run in the case's dtype, plus a floor in
+epsilons.
 
-Random inputs contain denormal numbers and give sums that cancel. So an output with a larger error gets a wider
-tolerance from four perturbed inputs: one with denormal numbers set to zero, three with elements moved by up to two
-epsilons plus the smallest normal number. This tolerance is the larger of the usual one and twice the definition's
-errors for these inputs, plus EFFECT times the largest change of the float64 output, plus 32 epsilons of the largest
-input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32 for 16-bit inputs too.
+Random inputs contain denormal numbers and give sums that cancel. So for an output with a larger error the definition
+also runs on four perturbed inputs: one with denormal numbers set to zero, three with each element x moved by up to two
+epsilons of x plus the smallest normal number. The error may then be the larger of the usual tolerance and twice the
+definition's errors for the perturbed inputs, plus EFFECT times the largest change of the float64 output, plus 32
+epsilons of the largest input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32
+for 16-bit inputs too.
 
-In float64 the exact values have rounding errors as well: each epsilon of the floor and of the last term counts as 32.
+For float64 inputs the float64 output has rounding errors itself, so each epsilon of the floor and of the last term
+counts as 32.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def running(name: str) -> Iterator[str]:
 
 
 def set_up_process() -> None:
-    """Sets one thread, no warnings, and NaN as the content of torch's uninitialized tensors."""
+    """Sets one thread, hides warnings, and makes torch.empty fill tensors with NaN (integers: the largest)."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -192,6 +195,6 @@ def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Sp
 
 
 def report(spec: Spec) -> str:
-    """A minimised failing case, with the command that repeats it."""
+    """Text: the failing case `spec`, minimised, and the command that repeats it."""
     small = minimised(spec, lambda each: OPERATIONS[each["op"]].fits(each) and failure(each) is not None)
     return f"{small['op']} on {small['on']}: {failure(small)}\n  python -m tests.fuzz --case '{json.dumps(small)}'"

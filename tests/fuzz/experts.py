@@ -33,7 +33,8 @@ def _weights(spec: Spec, *names: str) -> Inputs:
     found = {}
     for name, rows, width in (("w_in", dim, columns), ("w_out", hidden, out)):
         weight, scale = make(spec, name, count, rows, width), 1 / max(rows, 1) ** 0.5
-        found[name] = weight * scale if _overlaps(weight) else weight.mul_(scale)  # in place: keeps the layout
+        # mul_ keeps the layout, but fails if elements share memory.
+        found[name] = weight * scale if _overlaps(weight) else weight.mul_(scale)
     if spec["bias"]:
         found |= {"b_in": make(spec, "b_in", count, columns), "b_out": make(spec, "b_out", count, out)}
     return {name: found[name] for name in names if name in found}
@@ -82,8 +83,8 @@ def _fits_norms(spec: Spec) -> bool:
 
 
 def _loose(spec: Spec) -> float:
-    """Factor of the floor. The derivative 1 - tanh^2 cancels near tanh = 1: at tanh = 0.999 its relative error is 1000
-    times that of tanh."""
+    """Factor of the tolerance's floor. The derivative 1 - tanh^2 cancels near tanh = 1: at tanh = 0.999 its relative
+    error is about 1000 times that of tanh."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 

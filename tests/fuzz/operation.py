@@ -1,4 +1,4 @@
-"""The fuzzer's entry of an operation."""
+"""Fuzzed, which says how the fuzzer makes cases of an operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fuzz.values import Spec
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """How random cases of an operation are made. moe_kernels.verify defines its run, exact outputs and tolerance.
+    """How random cases of an operation are made. moe_kernels.verify says how they run and which errors are allowed.
 
     draw(draw): a random spec without the keys op, on (backend), dtype and seed.
     build(spec): the inputs.
@@ -20,7 +20,7 @@ class Fuzzed:
     loose(spec): factor of the tolerance's floor.
     dtypes: names to draw from, repeated for a higher frequency.
     weight: frequency of the operation relative to others.
-    own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
+    own: how a function without kernels runs; moe_kernels.verify has no such functions.
     """
 
     draw: Callable[[random.Random], Spec]

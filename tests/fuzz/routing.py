@@ -94,7 +94,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction, which must be exact for decimal fractions; "reference" uses Fraction."""
+    """expert_capacity and k_from_fraction, which must be exact for decimals; "reference" computes with Fraction."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":

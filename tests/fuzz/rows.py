@@ -95,7 +95,8 @@ def _draw_harden(draw: random.Random) -> Spec:
 
 
 def _run_harden(inputs: Inputs, backend: str) -> Outputs:
-    """Whether `harden` returns permutations (valid), and no swap of two rows' columns increases a sum (best)."""
+    """valid: whether `harden` returns permutations. best: whether no exchange of two rows' columns gives a larger sum
+    of the chosen elements of `soft`."""
     soft = inputs["soft"]
     columns = mk.harden(soft)
     n = soft.shape[-1]
@@ -118,7 +119,7 @@ OPERATIONS = {
     "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
-        # Other kinds of x and split_weight could give pre-activations of 0, where rounding decides the branch.
+        # Other kinds of x and split_weight could give pre-activations so near 0 that rounding decides the branch.
         lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
         _build_tree,
         lambda spec: _has_trees(spec) and spec["gamma"] == 1e-6,

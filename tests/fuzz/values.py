@@ -55,7 +55,7 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 def lay(x: Tensor, layout: str) -> Tensor:
     """x in a memory layout; "expanded" returns x[:1] repeated. Memory outside the returned view holds NaN.
 
-    For bfloat16 it holds the largest number instead: on CPUs with AMX torch.mm reads past a bfloat16 view.
+    For bfloat16 this memory holds the largest number: on CPUs with AMX torch.mm reads past a bfloat16 view.
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

@@ -1,8 +1,9 @@
-"""Runs checks on several ranks (processes) of one machine, with gloo.
+"""Runs checks on ranks, which are processes of one machine, with gloo.
 
-`Ranks` starts `python -m tests.ranks`. This process imports torch and then only forks the ranks, with one thread, so
-that a fork is safe and fast. It reads lines "module check ranks arguments" and prints the errors of the ranks that
-failed, by rank, as JSON. Ranks run checks one after another until a check fails; checks of command.py get new ranks.
+`Ranks` starts `python -m tests.ranks`. That process imports torch and forks the ranks. It has a single thread, so that
+forks are safe. For each line "module check ranks arguments" it prints a JSON object: the errors of the ranks that
+failed, by rank. Checks for the same number of ranks share their ranks, until a check fails; then new ranks are forked.
+Each check of command.py gets new ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Ranks:
         )
 
     def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
-        """Raises AssertionError with the tracebacks of failed ranks. Arguments are passed as str, without spaces."""
+        """Raises AssertionError with the errors of failed ranks. Arguments are passed as str, without spaces."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")

@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-# The checks need these modules. Imported here, they are loaded once and not by every rank.
+# Imported here, modules that only some checks need are loaded once and not by every rank.
 import scipy.optimize  # noqa: F401
 import torch
 import torch._functorch.aot_autograd
@@ -31,7 +31,7 @@ class Group:
     """`size` ranks, which run checks.
 
     distributed: if True, the ranks share a process group and run checks one after another until a check fails; else
-    they run one check, which makes the process group itself, as under torchrun.
+    they run one check and have no process group before it, as under torchrun.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:
@@ -93,7 +93,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills tensors with NaN
     gc.freeze()  # garbage collection would write to pages that the ranks share, and so copy them
     groups: dict[int, Group] = {}
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The command `moe_kernels train` on ranks, as under torchrun. Each check gets a free TCP port and new ranks."""
+"""The command `moe_kernels train` and a tutorial on ranks, as under torchrun. `port` is a free TCP port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """All ranks together take the steps of one process, which --check-steps checks; only rank 0 prints."""
+    """The ranks together take the same steps as one process, which --check-steps checks; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -68,7 +68,7 @@ def stops(port: str, out: str, data: str) -> None:
     words = ["--data", data, "--out", out, *["--expert-parallel", "2", "--check-steps", "0", "--rank-timeout", "20"]]
     status, _, errors = _command(port, "competesmoe", *words, *PLAIN)
     if rank == "0":
-        assert status == 2  # as after any error of the rank itself
+        assert status == 2  # InterruptedError is an OSError
         return
     assert status == 3
     assert "train: rank 1: another rank failed or did not answer in time" in errors
@@ -81,7 +81,7 @@ def whole(port: str, out: str, data: str) -> None:
 
 
 def goes_on(port: str, out: str, data: str, whole: str) -> None:
-    """Resumes from a checkpoint of 2 ranks; the values in result.json equal those in folder `whole` up to rounding."""
+    """Resumes from a checkpoint of 2 ranks; the figures agree with those of one process, in folder `whole`."""
     size = os.environ["WORLD_SIZE"]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
     status, _, errors = _command(port, "competesmoe", "--data", data, "--check-steps", 0, *PLAIN, *resumed)
@@ -95,7 +95,7 @@ def goes_on(port: str, out: str, data: str, whole: str) -> None:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, least = (each["runs"][0]["flops"] for each in (found, expected))
-    # On several ranks the owner of an expert runs one more combine, and its operations count too.
+    # On several ranks the owner of an expert runs one more combine; its floating-point operations count too.
     assert least <= flops <= 1.01 * least, (flops, least)
     torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 
@@ -146,7 +146,7 @@ def refused(port: str, data: str) -> None:
 
 
 def tutorial(port: str, page: str, folder: str) -> None:
-    """Runs the Python code of a tutorial (the file `page`) as under torchrun; rank 0 prints three losses."""
+    """Runs the Python code of a tutorial (the file `page`) as under torchrun; only rank 0 prints its three losses."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.chdir(folder)
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL))

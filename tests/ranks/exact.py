@@ -1,4 +1,7 @@
-"""n ranks, each with a part of the tokens, compared bit for bit with one process that has all tokens."""
+"""n ranks, each with a part of the tokens, compared with one process that has all tokens.
+
+Outputs and the gradients of inputs and experts are compared bit for bit, other gradients up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ T, D, H, E = 48, 12, 20, 8
 
 
 class Model(nn.Module):
-    """scale * (h + layer(h)) with h = linear(x), so that gradients flow on to a layer below the experts."""
+    """scale * (h + layer(h)) with h = first(x), so that gradients flow on to a layer below the experts."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -70,10 +73,10 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def agree(make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None) -> None:
-    """y, dx and the experts' gradients equal those of one process bit for bit; other gradients up to rounding.
+    """Compares y, dx and the experts' gradients with one process bit for bit, other gradients up to rounding.
 
-    The loss is the mean over tokens of |y|^2. Each rank computes the mean over its own tokens, so its dx is `ranks`
-    times that of one process.
+    make(one_policy) makes the layer of one process; the ranks' layer has `policy` instead. The loss is the mean over
+    tokens of |y|^2. A rank's loss is the mean over its own tokens, so its dx is `ranks` times that of one process.
     """
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -116,8 +119,8 @@ def _one_layer(policy: object) -> mnn.MoE:
     return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
 
 
-# Arguments of `agree` by name. The fourth one, if given, is the capacity of ExpertParallel. "capacity" passes that of
-# its policy; "room" passes the number of a rank's tokens, the most rows that a rank can send to an expert.
+# Arguments of `agree` by name. The fourth one, if given, is the capacity of ExpertParallel: in "capacity" that of the
+# policy, in "room" the number of a rank's tokens, which is the most rows that a rank can send to an expert.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
     "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),
@@ -135,7 +138,7 @@ def case(name: str) -> None:
 
 
 def global_choice() -> None:
-    """GlobalPolicy routes the tokens of all ranks together; `requested` and `dropped` count all of them."""
+    """GlobalPolicy routes the tokens of all ranks together; `requested` and `dropped` count requests of all ranks."""
     mesh = mesh_of_all()["ep"]
     for policy, gate in (
         (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
@@ -155,7 +158,7 @@ def global_choice() -> None:
 
 
 def random_shapes() -> None:
-    """Experts without a gate, with random sizes and policies; also the gradients of the gate weights are equal."""
+    """Experts without a gate, with random sizes, policies and gate weights, whose gradients are compared too."""
     generator, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
     mesh = mesh_of_all()["ep"]
     policies = {

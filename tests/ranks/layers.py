@@ -1,7 +1,4 @@
-"""Layers with experts on several ranks, compared with one process; also under checkpoint, autocast and torch.compile.
-
-Values are equal up to rounding, as some gradients are summed in another order than in one process.
-"""
+"""Layers whose experts are split over ranks; most checks compare them with one process, up to rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +24,11 @@ def same(
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     capacity: int | None = None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Compares outputs, dx and averaged gradients with one process that has all tokens; returns both models."""
+    """Compares outputs, dx and averaged gradients of the ranks with one process that has all tokens.
+
+    prepare: is called with each model before its step. capacity: of ExpertParallel. Returns the model of one process
+    and that of the ranks.
+    """
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = copy.deepcopy(Model(layer))
@@ -75,7 +76,7 @@ def several_gates() -> None:
 
 
 def local_search() -> None:
-    """Training has a soft permutation, evaluation a hard one, which is the same on all ranks."""
+    """Training permutes gate weights by a soft matrix, evaluation by a permutation that is the same on all ranks."""
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()
@@ -139,7 +140,7 @@ def activation_checkpointing() -> None:
 
 
 def checkpointed_ties() -> None:
-    """All logits are equal; the recomputed forward pass chooses the same experts."""
+    """All logits are equal, and the recomputed forward pass must choose the same experts again."""
     layer = mlp()(mnn.TokenChoice(1.0))
     torch.nn.init.zeros_(layer.gate.linear.weight)
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -188,7 +189,7 @@ def uneven_batches() -> None:
 
 
 def dropout() -> None:
-    """Dropout runs after combine, on the rank of the token: its random numbers do not depend on received rows."""
+    """Dropout runs after combine, on the token's rank, so the number of received rows does not change what it drops."""
     for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
         model = copy.deepcopy(layer)
         parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -206,7 +207,7 @@ def frozen_experts() -> None:
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group each rank computes the loss of all tokens, and `ranks` times its gradient, as DDP averages."""
+    """With a process group each rank gets the loss of all tokens and `ranks` times its gradient, since DDP averages."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Wrong use raises an error with the name of the function, on every rank."""
+"""Wrong use of ExpertParallel and GlobalPolicy raises an error on every rank."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def uneven() -> None:
 
 
 def static() -> None:
-    """With a static capacity every place for a row is sent, also an empty one."""
+    """With a static capacity a rank sends to each expert as many rows as the capacity, padded if there are fewer."""
     ranks, places = dist.get_world_size(), 2 * group()
     x = tokens().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
     layer = mlp()(None)
@@ -60,7 +60,7 @@ def norms() -> None:
 
 
 def contenders() -> None:
-    """The implementations of bench.exchange give equal results and send the bytes that are predicted for them."""
+    """bench.exchange.measure finds that its implementations agree, and two of them send the predicted bytes."""
     size = exchange.Size(tokens=64, dim=16, hidden=16, experts=4)
     lines = exchange.measure(size, 0.05, peers=False)
     assert [line.contender for line in lines][::2] == ["ExpertParallel", "DTensor: gather tokens, scatter sums"]

@@ -29,7 +29,7 @@ def mesh_of(ep: str) -> DeviceMesh:
 
 
 def one_model(parts: int) -> Model:
-    """A model of one process; its capacity applies to each of `parts` groups of tokens, as it does to each rank's."""
+    """A model of one process; the capacity applies to each of `parts` groups of tokens, as if each were a rank's."""
     torch.manual_seed(0)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // parts)))
     unfused(model.layer.experts)
@@ -62,7 +62,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, x: Tensor) -> list[float]:
-    """The mean loss of all ranks in each step."""
+    """Trains; returns the loss of each step, the mean over ranks."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -123,7 +123,8 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, added as one process does: the ranks of a pass from last to first, then the passes."""
+    """The mean of a bucket over ranks, added in the order of `one` in `sums_of_ranks`: for each of its backward passes
+    the ranks from last to first, then the passes from first to last."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
@@ -134,7 +135,7 @@ def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def narrow_fsdp() -> None:
-    """FSDP2 with bfloat16 parameters and float32 gradients: each gradient is within 2 % of that of one process."""
+    """FSDP2 gathers parameters in bfloat16: in norm, each gradient is within 2 % of that of one process in float32."""
     mesh, one = mesh_of("2"), one_model(dist.get_world_size())
     mean_square(one(tokens())).backward()
     model, policy = sharded(mesh), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -179,7 +180,7 @@ def save(folder: str, kind: str) -> None:
 
 
 def go_on(folder: str) -> None:
-    """Loads the checkpoint on another number of ranks; the next three losses are the same up to rounding."""
+    """Loads the checkpoint of `save` on fewer ranks; the next three losses are those of `save` up to rounding."""
     torch.manual_seed(1)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // 4)))
     unfused(model.layer.experts)

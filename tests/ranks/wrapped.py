@@ -1,4 +1,4 @@
-"""DistributedDataParallel and fully_shard on one rank do not change the gradients of the package's layers."""
+"""Layers under DistributedDataParallel or fully_shard, on one rank; most checks compare gradients with no wrapper."""
 
 from __future__ import annotations
 
