@@ -80,8 +80,9 @@ def local_search() -> None:
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()
-    same(one.layer.eval())
+    _, model = same(one.layer.eval())
     source = model.layer.search.source.clone()
+    assert not torch.equal(source, torch.arange(E))
     dist.broadcast(source, 0)
     assert torch.equal(source, model.layer.search.source)
 

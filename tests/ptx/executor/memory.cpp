@@ -178,7 +178,7 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       bool defined;
       for (u32 i = 0; i < sizeof(T) && at[l] + sizeof(T) <= launch.request.shared_bytes; i++) {
         SharedWord& each = b.words[(at[l] + i) / launch.program.shared_grain];
-        if (each.lane == kLanes) each.write_clock = 0;  // an atomic does not race with an earlier atomic
+        if (each.atomic) each.write_clock = 0;  // an atomic does not race with an earlier atomic
       }
       if (!launch.may_read_shared(b, w, r, l, at[l], sizeof(T), defined)) return Next::leave;
       if (!defined) launch.report(b, w, &r, l, "updates shared bytes that were never written");
@@ -187,7 +187,9 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         SharedWord& each = b.words[(at[l] + i) / launch.program.shared_grain];
         each.write_clock = w.clocks[w.id];
         each.writer = static_cast<u8>(w.id);
-        each.lane = kLanes;  // an atomic
+        each.lane = static_cast<u8>(l);
+        each.atomic = 1;
+        each.writing_lanes = 1u << l;
         each.same = 1u << w.id;
       }
     } else {

@@ -118,6 +118,7 @@ inline s32 dot_bytes(u32 x, u32 y, s32 sum) {
 inline f32 fma_down(f32 a, f32 b, f32 c) {
   const f64 product = f64(a) * b, sum = product + c;
   const f64 of_c = sum - product, error = (product - (sum - of_c)) + (f64(c) - of_c);
+  if (sum == 0 && error == 0) return product == 0 && std::signbit(product) == std::signbit(c) ? c : -0.0f;
   const f32 result = static_cast<f32>(sum);
   const bool above = f64(result) > sum || (f64(result) == sum && error < 0);
   return above ? std::nextafter(result, -INFINITY) : result;

@@ -101,6 +101,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
     word.write_clock = w.clocks[w.id];
     word.writer = static_cast<u8>(w.id);
     word.lane = static_cast<u8>(lane);
+    word.atomic = 0;
     word.same = 1u << w.id;
     word.writing_lanes = (same_instruction ? word.writing_lanes : 0) | 1u << lane;
     word.step = steps;
@@ -126,6 +127,7 @@ void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
     word.write_clock = clock;
     word.writer = static_cast<u8>(writer);
     word.lane = copy.lane;
+    word.atomic = 0;
     word.same = writer < b.warps.size() ? 1u << writer : 0;
   }
 }

@@ -44,7 +44,8 @@ struct Warp {
 // The last accesses to one word of shared memory, of shared_grain bytes (types.h).
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0;   // warp and lane of the last write; writer >= number of warps: bulk copy; lane 32: atomic
+  u8 writer = 0, lane = 0;   // warp and lane of the last write; writer >= number of warps: bulk copy
+  u8 atomic = 0;             // 1 if the last write was an atomic
   u8 in_flight = 0;          // copies that may still be writing it
   u8 mbarrier = 0;           // 1 if it belongs to an mbarrier in use
   u32 same = 0;              // mask of the warps that wrote the present value

@@ -100,6 +100,10 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   }
   const Agreement::Call known = group.calls[number];
   if (*std::min_element(group.issued, group.issued + 4) > group.first) group.calls.pop_front(), group.first++;
+  if (known.pc == call.pc && known.scale != call.scale) {
+    launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues with another scale-d", known.warp);
+    return false;
+  }
   if (known.pc == call.pc && known.a == call.a && known.b == call.b && known.scale == call.scale) return true;
   launch.report(b, w, &r, 0,
                 "a wgmma that warp %u of its warpgroup issues differently: descriptors %llx and %llx, in that warp %llx and %llx",
