@@ -1,4 +1,4 @@
-"""The modules of COMET (paper 000); the forward pass against the paper's equations, computed sample by sample."""
+"""The modules of COMET (paper 000). CometMLP is compared with the paper's equations, computed for each sample."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ def model(p=0.5, seed=0, widths=WIDTHS, **options):
 
 
 def winners(row: list[float], k: int) -> list[bool]:
-    """Whether each number is one of the k largest; of equal numbers those with the lowest indices count as larger."""
+    """Whether each number is one of the k largest; of equal numbers the one with the lower index counts as larger."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [i in order[:k] for i in range(len(row))]
 
@@ -96,7 +96,7 @@ def test_inactive_neurons_are_zero_even_with_infinite_values(target, activation)
     first, second = MaskedLinear(3, 40, **given), MaskedLinear(40, 5, **given)
     with torch.no_grad():
         first.bias[:3] = torch.tensor([math.nan, math.inf, -math.inf])
-        second.weight[:, 3] = 1e38  # the gradient to the output of neuron 3 is infinite
+        second.weight[:, 3] = 1e38  # so that the gradient to the output of neuron 3 overflows
     masks = torch.rand(4, 40) < 0.5, torch.ones(4, 5, dtype=torch.bool)
     masks[0][:, :4] = False
     bits = [pack_bits(mask).to(target.device) for mask in masks]
@@ -252,7 +252,7 @@ def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
 
 
 def test_a_network_on_meta_gives_shapes():
-    """torch.autocast raises for the meta device, so the modules may not use it there."""
+    """torch.autocast raises for the meta device, so the modules must not use it there."""
     net, x = model(device="meta"), torch.randn(3, 5, WIDTHS[0], device="meta", requires_grad=True)
     y = net(x)
     assert (y.shape, y.device.type) == ((3, 5, WIDTHS[-1]), "meta")

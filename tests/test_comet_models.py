@@ -1,4 +1,4 @@
-"""Models of the COMET paper (000) against formulas written out here: its comparison networks, ViT, Mixer and GPT."""
+"""Models of the COMET paper (000): ViT, Mixer, GPT and the MLPs that it compares with COMET."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""torch.compile of layers of experts gives the results and gradients of eager mode. A layer becomes one graph, but
-in training the layers of layers.ON_THE_HOST become several."""
+"""torch.compile of layers of experts gives the results and gradients of eager mode. Each layer becomes
+one graph, except those of layers.ON_THE_HOST in training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# (layer, training). In evaluation: all layers but those that compute the same in training. In training: the layers that
-# test_one_graph_serves_every_number_of_tokens leaves out.
+# Cases (layer, training). test_one_graph_serves_every_number_of_tokens trains the layers outside of ON_THE_HOST, which
+# also covers the evaluation of those in NO_OTHER_TRAINING.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]
@@ -62,7 +62,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """In 14 training steps, which a layer counts on the host, torch recompiles less often than its limit of 8."""
+    """The host counts the training steps. 14 of them do not exceed torch's limit: 8 compilations of a function."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()
@@ -86,7 +86,7 @@ def test_capacities_are_reckoned_in_the_graph():
 
 
 def test_a_tree_that_may_route_compiles_whole():
-    """In eager mode the host decides whether to route. A compiled graph does not route; the gates are the same."""
+    """In eager mode the gate uses tree_route if all trees are saturated, compiled always tree_gate. The gates agree."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     gate = mnn.TreeGate(D, E, 2, route=True).eval()

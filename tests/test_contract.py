@@ -1,4 +1,4 @@
-"""Rules of all operations: choice and explanation of backends, errors, devices of launches, layout of the sources."""
+"""Rules for the whole package: how backends are chosen, errors, devices of launches, imports between folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_importing_needs_torch_alone():
 
 def test_a_requested_backend_never_falls_back():
     x = torch.randn(2, 5, dtype=torch.float64)
-    # With a GPU, Triton refuses CPU tensors. Without a GPU, conftest.py lets Triton take CPU tensors, but not float64.
+    # With a GPU, Triton refuses CPU tensors. In tests without a GPU it takes CPU tensors, but not float64.
     with pytest.raises(mk.BackendError, match=r"kwta: backend 'triton' cannot run here: .*(float64|not on cpu ones)"):
         mk.kwta(x, 2, backend="triton")
     with mk.use_backend("cuda"), pytest.raises(mk.BackendError, match="kwta: backend 'cuda' cannot run here"):
@@ -137,7 +137,7 @@ def test_autocast_casts_nothing():
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_autocast_rounds_no_product(backend):
-    """Results in float32 have the same bits under autocast. With several threads, backend "cpu" uses torch.mm here."""
+    """Float32 results have the same bits as without autocast. With several threads backend "cpu" uses torch.mm here."""
     plan = mk.make_plan(torch.zeros(20, 1, dtype=torch.int64), 1)
     x, w_in, w_out = torch.randn(20, 700), torch.randn(1, 700, 700), torch.randn(1, 700, 700)
 
@@ -145,7 +145,7 @@ def test_autocast_rounds_no_product(backend):
         weight = w_in.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = mk.grouped_gemm(x, weight, torch.tensor([0, 20]), backend=backend)
-            if backend != "reference":  # its backward is torch's, which follows autocast
+            if backend != "reference":  # the backward of the definition is torch's, which follows autocast
                 out.backward(x)
             mlp = mk.expert_mlp(x, plan, w_in, w_out, weights=None, backend=backend)
             return [out, mlp, mk.expert_norms(x, w_in, w_out, backend=backend), weight.grad]

@@ -1,4 +1,4 @@
-"""Experts converted from another layout compute what the original modules do; converted back, the weights are equal."""
+"""Experts converted from another layout give the outputs of the originals; converted back, they equal the originals."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_kernels as mk
 from moe_kernels import backends
 
-# A100: warp instructions and bytes of DRAM a second. FACTOR: SASS instructions per PTX instruction of integer code.
+# An A100 issues at most ISSUE warp instructions a second and moves at most MEMORY bytes of DRAM a second. FACTOR: an
+# estimate of the machine instructions (SASS) for each PTX instruction, as in bench/predict.py.
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 BF16 = torch.bfloat16
@@ -53,14 +54,14 @@ def kwta(backend: str, n: int, dtype: torch.dtype) -> tuple[list[Result], list[R
 def test_kwta_is_bound_by_memory(n, dtype, backend):
     forward, backward = kwta(backend, n, dtype)
     moved = 32 * n * (2 * dtype.itemsize + 1 / 8)
-    # Triton's 16-bit kernel pads a row of 20000 elements to 32768.
+    # Triton's limit at 20000 elements is higher, since its 16-bit kernel pads the row to 32768.
     assert predicted(forward, moved) <= (1.2 if (n, backend) == (20000, "triton") else 0.97)
     assert predicted(backward, moved) <= 0.4
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton specialises sizes that 16 divides, but not those that 8 divides. By itself it would read rows of 1000 two
-    # bytes at a time.
+    # Triton specialises kernels for sizes that 16 divides, but not for 1000: given that length in elements, a kernel
+    # would read rows two bytes at a time.
     for odd, even in zip(kwta("triton", 1000, BF16), kwta("triton", 1024, BF16), strict=True):
         assert warps(odd) <= 1.05 * warps(even)
 
@@ -83,7 +84,7 @@ def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
         assert warps([one]) <= 1.1 * warps([other]), one.kernel.title
 
 
-# Most warp instructions of a forward pass, per token. A CUDA kernel that did not sort took 940 (float32, 256 experts).
+# Limits: warp instructions of a forward pass per token. A CUDA kernel without sorting took 940 (float32, 256 experts).
 MOST = {
     ("cuda", torch.float32, 128): 305,
     ("cuda", BF16, 128): 290,
@@ -137,12 +138,12 @@ def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
     x = torch.randn(128, 8).to(dtype)
     split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))
     found = recorded("cuda", lambda: mk.tree_gate(x, split, leaf, gamma=2.0, backend="cuda"))
-    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # torch computes the logits
+    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # logits, leaf probabilities, gates
     assert predicted(found, moved) <= (1.25 if trees * experts == 1024 and trees == 4 else 1.0)
 
 
 class TorchLaunches(TorchDispatchMode):
-    """Records the names of the torch operations that launch a kernel on a GPU: neither views nor allocations."""
+    """Records the names of the torch operations that would launch a kernel on a GPU: all but views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class TorchLaunches(TorchDispatchMode):
 @BACKENDS
 @pytest.mark.parametrize("biased", [False, True])
 def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, backend):
-    """Counts both passes, without the gradient that starts the backward pass."""
+    """Counts both passes, but not ones_like, which makes the gradient of y."""
     experts = torch.randint(0, 4, (16, 2), dtype=torch.int32)
     x, w_in, w_out = (torch.randn(shape).to(BF16) for shape in ((16, 16), (4, 16, 32), (4, 32, 16)))
     weights = torch.rand(16, 2)
@@ -176,7 +177,7 @@ def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, back
 
 
 def norms_launches(backend: str, num_experts: int) -> tuple[int, int]:
-    """The numbers of launches of both passes: of kernels of moe_kernels, and of torch's."""
+    """The numbers of launches in both passes together: of moe_kernels' own kernels, and of torch's."""
     shapes = {"x": (16, 16), "w_in": (num_experts, 16, 32), "w_out": (num_experts, 32, 16)}
     shapes |= {"b_in": (num_experts, 32), "b_out": (num_experts, 16)}
     leaves = {name: torch.randn(shape).to(BF16).requires_grad_() for name, shape in shapes.items()}

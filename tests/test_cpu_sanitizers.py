@@ -1,4 +1,4 @@
-"""The CPU kernels under the address and undefined-behaviour sanitizers, on buffers of exactly the size of a tensor."""
+"""The CPU kernels under the address and undefined-behaviour sanitizers, which see accesses outside of tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ pytestmark = [
 ]
 
 
-# Not AVX-512, because the sanitizers do not check its masked loads and stores. The instruction sets have different
-# source code only in simd.h, lanes.h, pairs.h and tiles.h.
+# Not AVX-512, because the sanitizers do not check its masked loads and stores.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
@@ -53,7 +52,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # 512 bits fill whole words of the mask: nothing is padded
+    logits = torch.randn(2, 512, dtype=dtype)  # for k > kPasses = 256 the kernel sorts; 512 keys need no padding
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -91,7 +90,7 @@ def test_tree_gate(sanitized, dtype):
             torch.testing.assert_close(gates, expected)
             (gates.float().square().sum() + probs.float().square().sum()).backward()
         assert all(each.grad.isfinite().all() for each in arguments.values())
-        if dtype != torch.bfloat16:  # rounding to bfloat16 can change which of two almost equal leaves is chosen
+        if dtype != torch.bfloat16:  # rounding to bfloat16 can change which of two almost equally likely leaves wins
             for gamma in (1e-6, 4.0):
                 got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
@@ -99,7 +98,7 @@ def test_tree_gate(sanitized, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_tree_products(sanitized, dtype, monkeypatch):
-    for name in ("OVERHEAD", "PACKING"):  # with costs of 0, few tokens suffice to skip products
+    for name in ("OVERHEAD", "PACKING"):  # with these costs at 0, few tokens suffice to skip products
         monkeypatch.setattr(tree_gate_products_cpu, name, 0)
     for tokens, dim, trees, experts in ((300, 33, 2, 48), (600, 16, 1, 100)):
         arguments = {name: each.to(dtype).requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
@@ -113,7 +112,7 @@ def test_tree_products(sanitized, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sinkhorn(sanitized, dtype):
     for batch, n in ((1, 1), (35, 4), (3, 5), (33, 16), (2, 17)):
-        # The kernel has several forms, and the range of the scores decides which one runs.
+        # The kernel has several forms; the range of a matrix's scores decides which one computes it.
         scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]
         scores = (scales * torch.randn(batch, n, n + 1)).to(dtype)[..., :n].requires_grad_()
         p = mk.sinkhorn(scores, 3, backend="cpu")

@@ -162,7 +162,7 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled batch: numpy allocates `shape` elements, then makes them one row of 3072 with this dtype and state."""
+    """A pickled batch: numpy should allocate `shape` elements, then make them a row of 3072 with this dtype and state."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
@@ -352,7 +352,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # in a folder, load skips an .npz that is damaged
+    with pytest.raises(ValueError, match="found none"):  # in a folder, load skips an .npz without jpeg.npy
         load(tmp_path)
 
 

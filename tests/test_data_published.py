@@ -11,7 +11,7 @@ from moe_kernels import data
 
 
 def mat(folder, **changed):
-    """Writes the two files of SARCOS with few rows, each of 21 inputs and 7 torques, and returns them as arrays."""
+    """Writes the two files of SARCOS, with few rows of 21 inputs and 7 torques, and returns their arrays by name."""
     io = pytest.importorskip("scipy.io", reason="scipy is not installed")
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     draw = numpy.random.default_rng(0)
@@ -60,7 +60,8 @@ def pairs(found):
 
 
 def test_jester_from_its_file(tmp_path):
-    """The loader adds an unrated joke for every rating, and leaves out users who rated 90 % of the jokes or more."""
+    """For each rating the loader adds a joke that the user did not rate. It leaves out users who rated 90 % of the
+    jokes or more."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     everything = {(9, joke): 1.0 for joke in range(1, 20)}
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
@@ -91,16 +92,16 @@ def test_books_from_its_file(tmp_path):
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # the loader removes these books, and so user 99
-    lines += [f'"98";"{book}";"5"' for book in ("040X", "041X", "042X", "043X", "rare0")]  # user 98 keeps four of them
+    lines += [f'"98";"{book}";"5"' for book in ("040X", "041X", "042X", "043X", "rare0")]  # then user 98
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     with pytest.raises(ValueError, match="one user has 6 ratings, and there are 6 items"):
-        data.load(tmp_path)  # every user has read every book
+        data.load(tmp_path)  # every user left has read every book left
     lines += [f'"{user}";"05{book}";"7"' for user in range(20, 26) for book in range(6)]
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     found = data.load(tmp_path)
     assert (found.name, found.num_users, found.num_movies) == ("books", 13, 12)
-    text = "\n".join(lines).replace('"12"', '"-12"').replace('"13"', '"1000000000000"')  # any whole number names a user
+    text = "\n".join(lines).replace('"12"', '"-12"').replace('"13"', '"1000000000000"')  # user ids: any whole numbers
     (tmp_path / "BX-Book-Ratings.csv").write_bytes(text.encode("latin-1"))
     assert data.load(tmp_path).num_users == 13
     every = pairs(found)

@@ -1,4 +1,4 @@
-"""dispatch: rows equal the reference bit for bit; gradients are those of a product with a one-hot in float64."""
+"""dispatch: rows equal the definition's bit for bit; gradients are close to those of float64 products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
     return {
         "everything": mk.make_plan(experts.clamp(min=0), 5, **on),
         "dropped": mk.make_plan(experts, 5, capacity=4, priority=scores[:, 0], **on),
-        "unused rows": mk.make_plan(seldom, 5, capacity=20, **on),  # more rows than twice the tokens
+        "unused rows": mk.make_plan(seldom, 5, capacity=20, **on),
         "one expert": mk.make_plan(torch.full_like(experts[:, :1], 3), 5, capacity=6, **on),
         "expert choice": mk.plan_expert_choice(scores, 6, **on)[0],
         "no room": mk.make_plan(experts, 5, capacity=0, **on),
@@ -33,7 +33,7 @@ def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
 
 
 def dense(plan: mk.RoutingPlan) -> torch.Tensor:
-    """The plan as a one-hot tensor (R, T, K) in float64 on the CPU: 1 where the row belongs to the token's choice."""
+    """float64 (R, T, K) on the CPU: element [r, t, k] is 1 if row r belongs to choice k of token t, else 0."""
     hot = torch.zeros(plan.num_rows, plan.num_tokens, plan.num_choices, dtype=torch.float64)
     used = int(plan.expert_offsets[-1])
     hot[torch.arange(used), plan.row_token[:used].long().cpu(), plan.row_choice[:used].long().cpu()] = 1
@@ -115,14 +115,14 @@ def test_derivatives_in_float64(backend, kind):
 def test_large_outputs_and_threads():
     experts = torch.randint(0, 8, (4000, 4))
     plan = mk.make_plan(experts, 8, capacity=1900)
-    x = torch.randn(4000, 512)  # with AVX2 or AVX-512, stores of 31 MB of rows bypass the cache
+    x = torch.randn(4000, 512)  # 31 MB of rows: with AVX2 or AVX-512 their stores bypass the cache
     expected = mk.dispatch(x, plan, backend="reference")
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(mk.dispatch(x, plan, backend="cpu"), expected)
-            # Rows that are no multiple of a cache line cannot bypass the cache.
+            # Rows whose size is no multiple of a cache line take ordinary stores.
             for part in (slice(3, None), slice(280)):
                 assert torch.equal(mk.dispatch(x[:, part], plan, backend="cpu"), expected[:, part])
     finally:

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, and it builds without a warning and without a network."""
+"""The documentation: its code runs, it builds without a warning, and its links resolve."""
 
 from __future__ import annotations
 
