@@ -1,4 +1,4 @@
-"""The CPU kernels under the address and undefined-behaviour sanitizers, which see accesses outside of tensors."""
+"""The CPU kernels under the address and undefined-behaviour sanitizers (tests/simt)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels.verify import relative_error
 
 pytestmark = [
     pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable())),
-    pytest.mark.timeout(900),  # for building the CPU kernels again
+    pytest.mark.timeout(900),  # for a build of the CPU kernels with the sanitizers
 ]
 
 

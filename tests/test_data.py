@@ -162,7 +162,7 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled batch: numpy should allocate `shape` elements, then make them a row of 3072 with this dtype and state."""
+    """A pickled batch: numpy is to allocate `shape` elements and make them a row of 3072 with this dtype and state."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"

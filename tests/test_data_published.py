@@ -92,7 +92,7 @@ def test_books_from_its_file(tmp_path):
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # the loader removes these books, and so user 99
-    lines += [f'"98";"{book}";"5"' for book in ("040X", "041X", "042X", "043X", "rare0")]  # then user 98
+    lines += [f'"98";"{book}";"5"' for book in ("040X", "041X", "042X", "043X", "rare0")]  # and then user 98
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     with pytest.raises(ValueError, match="one user has 6 ratings, and there are 6 items"):

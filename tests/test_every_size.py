@@ -36,7 +36,7 @@ def small(backend: str) -> contextlib.AbstractContextManager[None]:
     return cuda_launch.device(SM_86, minor=6) if backend == "cuda" else contextlib.nullcontext()
 
 
-# By operation: a call with a size n, and the largest n to test: a backend's limit if it limits n.
+# By operation: a call with a size n, and the largest n to test (in some, the largest that a backend takes).
 SIZES = {
     "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 32769),
     "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),
