@@ -35,7 +35,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # The first call launches 12 row tiles, more than GROUP = 8, times three column tiles.
+    # The forward of the first call has 12 row tiles, more than _grouped_tiles.GROUP = 8, and three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
@@ -63,8 +63,8 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
 
 
 def test_what_a_tensor_descriptor_cannot_describe_is_read_by_pointers(monkeypatch):
-    """A tensor has no descriptor if rows or experts are at one address, rows are not contiguous or do not all start at
-    multiples of 16 bytes, it is empty or its dtype is float32."""
+    """A tensor has no descriptor if all experts or all rows have one address (stride 0), rows are not contiguous or do
+    not all start at multiples of 16 bytes, or the tensor is empty or float32."""
     monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     x = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
     assert _grouped_configs._descriptor(x, [1, 16, 16]) is not x
@@ -108,8 +108,9 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
         for m, n, k, warps, stages in known:
             assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
-            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048  # bytes per block
-            assert m * columns <= 128 * 32 * warps  # 128 accumulators per thread leave half of its registers
+            # The buffers of the pipeline stages leave at least 2 KiB of the shared memory that a block can have.
+            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
+            assert m * columns <= 128 * 32 * warps  # at most 128 accumulators a thread, which has 255 registers
         assert not set(known) & set(_grouped_configs.TILES[kernel, which])
 
     def no_room(call, **options):

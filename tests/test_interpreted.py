@@ -1,5 +1,5 @@
-"""A few tests of kernels in Triton's interpreter and the executor of tests/simt. They run in another process, since
-Triton reads TRITON_INTERPRET when it decorates a kernel."""
+"""A few tests with Triton's interpreter, and with CUDA sources compiled for the CPU (tests/simt). They run in another
+process, since Triton reads TRITON_INTERPRET when it decorates a kernel."""
 
 from __future__ import annotations
 

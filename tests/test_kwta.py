@@ -52,7 +52,7 @@ ROWS = {
     "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # a threshold guessed from mean and deviation is far off
     "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
     "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
-    "subnormal": lambda n: torch.randn(n) * 1e-41,  # a comparison that flushes subnormals would see 0
+    "subnormal": lambda n: torch.randn(n) * 1e-41,  # float32: if comparisons flushed subnormals, all would tie
     "special": special,
     "all NaN": lambda n: torch.full((n,), NAN),
     "masked": lambda n: torch.randn(n).masked_fill(torch.rand(n) < 0.7, -INF),
@@ -70,7 +70,7 @@ def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
     if target.backend == "cuda":
         return [*found, (1, 1), (64, 21)]
-    # Triton compiles kernels for each n: n = 1 and n = 64 have one tie rule for each dtype, one dtype for each rule.
+    # Triton compiles kernels for each n. So each dtype has n = 1 with one tie rule, and n = 64 with another.
     return found + [[(1, 1)], [(64, 21)], []][(DTYPES.index(dtype) + TIES.index(ties)) % 3]
 
 
@@ -99,7 +99,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # GPU kernels hold aligned rows of up to 32768 elements in registers and read longer ones again
+)  # GPU kernels hold aligned rows of up to 32768 elements in registers; they read longer rows several times
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -195,7 +195,7 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ties", TIES)
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
-    """x, values and gradient have NaN (which kwta ranks highest) on all sides; then rows are 2^30 elements apart."""
+    """x, values and gradient first lie among NaN, which kwta ranks highest, then in rows 2^30 elements apart."""
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
     if target.executed:  # reads do not depend on the tie rule: each rule has some of the shapes
         shapes = shapes[TIES.index(ties) :: 3]
@@ -346,7 +346,6 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
 
 @pytest.mark.parametrize("ties", TIES)
 def test_none_and_all_win_rows_of_one_sign(target, ties):
-    # With k = 0 and k = n no threshold separates winners from losers.
     x = torch.randn(3, 33).abs()
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):

@@ -12,7 +12,7 @@ from test_kwta import DTYPES, TIES, same_bits, special
 import moe_kernels as mk
 
 ROWS = 9  # contiguous rows of odd length start at every offset in a vector
-# Around multiples of 4 (a 16-byte vector of float32), 8 (of a 16-bit dtype) and 32 (a word of the packed mask).
+# Lengths of rows. A 16-byte vector has 4 elements in float32, 8 in 16 bits; a word of the packed mask has 32.
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
@@ -58,11 +58,11 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
     if target.compiles:
         if dtype == torch.float16:
-            pytest.skip("Triton's float16 code differs from bfloat16 only in guesses and keys: test_kwta.py tests them")
+            pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
         # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # Triton compiles a kernel for each tie rule, which takes longest in 16 bits.
+        # Triton compiles a kernel for each tie rule, longest in 16 bits: only these n may have rules besides "index".
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
@@ -78,7 +78,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     """Of equal elements the first k win, inside and outside of whole vectors."""
     if target.compiles and dtype == torch.float16 and n != 45:
-        pytest.skip("Triton's float16 code differs from bfloat16 only in guesses and keys")
+        pytest.skip("Triton's float16 code differs from bfloat16 only in how it converts elements")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
     x[1::2, n // 2] = 0.25
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
@@ -94,7 +94,7 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [300, 20001])
 def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
-    """Kernels may treat a row with a NaN in another way. Its neighbours must not change."""
+    """Kernels may take another path for a row with NaN. The results of other rows must not change."""
     x = torch.randn(5, n).to(dtype).to(target.device)
     x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
     for k in (1, n // 2):

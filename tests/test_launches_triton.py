@@ -27,7 +27,7 @@ def launches(case: Callable[[], None]) -> list[dict[str, Any]]:
 
 
 def each_kernel() -> None:
-    """Calls nearly all functions that launch Triton kernels."""
+    """Calls most of the functions that launch Triton kernels."""
     from moe_kernels.backends.triton import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate
 
     tokens, k, num_experts, dim = 32, 2, 8, 64
@@ -61,7 +61,7 @@ def each_kernel() -> None:
 
 
 def test_no_kernel_leaves_contraction_to_the_compiler():
-    # With a product fused into the first step of a butterfly sum, lanes would get different results.
+    # If a product were fused with the first addition of a sum over lanes, the lanes' sums would differ in last bits.
     found = launches(each_kernel)
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
@@ -79,7 +79,7 @@ def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
     found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
-    # Further warps would repeat the tile's loads.
+    # A tile has 32 choices, one for each lane of a warp: further warps would repeat its loads.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
 
 
@@ -103,7 +103,7 @@ def test_grids_of_many_experts_stay_within_their_limits():
 
 
 def iterations() -> None:
-    """Sinkhorn with few and many iterations: n = 4 in registers, n = 70 read again in each iteration."""
+    """Sinkhorn with few and many iterations: for n = 4 a matrix is in registers, for n = 70 it is read repeatedly."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):
@@ -159,7 +159,7 @@ def layers(dtype: torch.dtype) -> None:
     from moe_kernels.nn import ExpertMLP, MoE, TopKGate
 
     layer = MoE(TopKGate(32, 8, 2), ExpertMLP(8, 32, 32, activation="swiglu")).to(dtype)
-    # No kernel runs. Outputs start as zeros, which are valid indices of experts and rows.
+    # No kernel runs, so outputs keep their first values: zeros, which are valid indices of experts and rows.
     with patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros), mk.use_backend("triton"):
         for _ in range(STEPS):
             x = torch.randn(int(torch.randint(1, 1500, ())), 32, dtype=dtype, requires_grad=True)

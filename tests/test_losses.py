@@ -75,7 +75,7 @@ def test_half_precision_is_summed_in_float32():
 
 def test_an_expert_that_no_image_uses_does_not_vary():
     images = torch.tensor([[[2.0, 0.0]], [[4.0, 0.0]]])
-    assert nn.batch_variation(images).item() == pytest.approx(1 / 3 / 2)  # variance 1, mean 3; 0 for expert 1
+    assert nn.batch_variation(images).item() == pytest.approx(1 / 3 / 2)  # expert 0: variance 1, mean 3; expert 1: 0
     assert nn.batch_variation(images, eps=1.0).item() == pytest.approx(1 / 4 / 2)
 
 

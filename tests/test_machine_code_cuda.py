@@ -1,11 +1,12 @@
-"""Machine code of the CUDA kernels for sm_80 and sm_90. They compile without a warning, and no register spills to local
-memory. The code has the instructions on which a kernel's speed depends. Registers, shared memory and the instructions
-of the longest inner loop are at most those of machine_code_cuda.json.
+"""Machine code of the CUDA kernels for sm_80 and sm_90, both from their PTX for sm_80. They compile without a warning,
+and no register spills to local memory. The code has the instructions on which a kernel's speed depends. A kernel's
+numbers of registers, bytes of static shared memory and instructions of the longest inner loop are at most those of
+machine_code_cuda.json.
 
-The table has a digest for each source: of its PTX, nvcc's version and the files that read machine code. ptxas runs only
-if the digest differs. It takes 100 s for all kernels.
+For each source this table has a digest of its PTX, nvcc's version, this file and sass.py. ptxas runs only if the digest
+differs. It takes 100 s for all kernels.
 
-After a change of kernels, or of this file:  python tests/test_machine_code_cuda.py --update
+After a change of kernels, this file or sass.py:  python tests/test_machine_code_cuda.py --update
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MISSING = KIT.no_nvcc or KIT.no_cuobjdump
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"machine code: {MISSING}"),
-    pytest.mark.timeout(900),  # ptxas may have to compile every kernel
+    pytest.mark.timeout(900),  # ptxas may have to compile all kernels of a source
 ]
 
 # Pattern of kernel names -> patterns of instructions that the code of these kernels must have.
@@ -42,10 +43,10 @@ INSTRUCTIONS = {
     r"kwta_(warp|block|bwd)_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
     r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
-    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # false: rows that are no whole vectors of 16 bytes
+    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # false: rows are not whole, aligned 16-byte vectors
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
-    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic per warp and expert, not per choice
+    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one addition for all lanes with the same expert
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
@@ -63,7 +64,7 @@ INSTRUCTIONS = {
     r"tree_route_kernel<.*, uint4>": [r"LDG\.E\.128", r"SHFL\.BFLY", r"FFMA"],
 }
 
-Codes = dict[str, dict[str, Any]]  # by name of the kernel
+Codes = dict[str, dict[str, Any]]  # name of a kernel -> its figures
 
 
 @functools.cache
@@ -133,7 +134,7 @@ def table() -> dict[str, Any]:
 
 
 def origin(source: Path) -> str:
-    """A digest of the PTX, nvcc's version and the files that read the machine code."""
+    """A digest of the PTX, nvcc's version, this file and sass.py."""
     readers = (Path(__file__).read_text(), Path(sass.__file__).read_text())
     return build.digest(nvcc_version(), *readers, code_of(ptx_of(source).read_text()))
 
@@ -150,7 +151,7 @@ def check(source: Path, architecture: str) -> None:
         codes = each["codes"]
         assert each["stack"] + each["local"] == 0, f"{name} spills: {each}"
         assert not any(code.startswith(("LDL", "STL")) for code in codes), name
-        # launch.cuh opts in for dynamic shared memory above 48 KiB - kStaticSharedBytes.
+        # launch.cuh does not opt in if dynamic shared memory is at most 48 KiB - kStaticSharedBytes.
         assert each["shared"] <= int(most[1]) * 1024, f"{name}: {each}"
         for pattern, wanted in INSTRUCTIONS.items():
             for instruction in wanted if re.fullmatch(pattern, name) else ():
@@ -186,7 +187,7 @@ def test_the_table_is_of_these_sources_and_every_pattern_is_of_a_kernel() -> Non
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
 def test_nothing_is_warned_of(source: Path) -> None:
-    """nvcc's warnings when it compiles a source to PTX."""
+    """nvcc compiles the source to PTX without a warning."""
     assert ptx_of(source).with_suffix(".warnings").read_text() == ""
 
 

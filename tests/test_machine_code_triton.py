@@ -1,11 +1,13 @@
 """Machine code of the Triton kernels for sm_80 and sm_90, as the calls of triton_calls.py launch them. Only kernels in
-SPILLED and KNOWN spill registers. The code has the instructions on which a kernel's speed depends. Registers, shared
-memory and the instructions of the longest inner loop are at most those of machine_code_triton.json.
+SPILLED and KNOWN spill registers. The code has the instructions on which a kernel's speed depends (INSTRUCTIONS,
+PRODUCTS). The numbers of registers, bytes of shared memory and instructions of the longest inner loop are at most those
+of machine_code_triton.json.
 
-Each row of the table has a digest of all that determines its numbers (`origin` in ahead_of_time.py), such as Triton's
-version and the kernel's source. Only launches with a new digest are compiled. All of them take 120 s.
+Each row of this table has a digest of all that determines its numbers (`origin` in ahead_of_time.py), such as Triton's
+version and the kernel's source. Only launches with a new digest are compiled. Compiling all launches takes 120 s.
 
-After a change of kernels, or of ahead_of_time.py's READERS:  python tests/test_machine_code_triton.py --update
+After a change of kernels, calls, this file, ahead_of_time.py or sass.py:
+    python tests/test_machine_code_triton.py --update
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ UNWANTED = {
 }
 
 # As INSTRUCTIONS, by architecture, for products in 16 bits. sm_80: cp.async and mma.sync. sm_90: wgmma with TMA, and
-# with cp.async for the weight gradient.
+# with cp.async for the weight gradient. SIXTEEN leaves out calls with a size of 50 or 70: such rows do not all start at
+# multiples of 16 bytes.
 SIXTEEN = r"b?float16: (?!.*=(50|70) ).*"
 PRODUCTS = {
     80: {rf"(grouped_gemm|expert_mlp)_\w+ {SIXTEEN}": [r"HMMA\.16816", r"LDGSTS.*\.128", r"LDSM"]},
@@ -62,8 +65,8 @@ PRODUCTS = {
     },
 }
 
-# Most bytes that may spill under another version of Triton than the table's, besides KNOWN. ptxas 12.8 spills one or
-# two registers to fit one more block on a multiprocessor, and reads them again outside of the inner loops.
+# Most bytes that may spill under another version of Triton than the table's, besides KNOWN. With ptxas 12.8 these
+# kernels spill one or two registers.
 SPILLED = {
     r"resident_fwd bfloat16: .* n=16 .*": 8,
     r"streamed_fwd .* n=1024 .*": 8,
@@ -72,8 +75,7 @@ SPILLED = {
 }
 
 
-# Most bytes that may spill under any version of Triton. These kernels need more registers because they are
-# compiled with enable_fp_fusion=False: a product and a sum are not fused into one instruction.
+# Most bytes that may spill under any version of Triton.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,
@@ -123,7 +125,7 @@ def test_every_launch(capability):
     for pattern in (*INSTRUCTIONS, *PRODUCTS[capability], *UNWANTED):
         assert any(re.fullmatch(pattern, name) for name in got), f"no launch matches {pattern}"
     changed = {name: each for name, each in got.items() if each["origin"] != rows.get(name, [None])[-1]}
-    # If another row has the origin of a changed row, the launch was not compiled and has no "loop".
+    # A renamed launch has the origin of its old row, so it was not compiled and has no "loop".
     assert not [name for name, each in changed.items() if "loop" not in each], f"rows were renamed: {update}"
     spilled = check(changed, capability)
     if table["triton"] != triton.__version__:

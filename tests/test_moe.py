@@ -78,7 +78,7 @@ def test_priorities_of_paper_003(priority, kept):
 @pytest.mark.parametrize("priority", [None, "max"])
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_groups_compete_for_capacity_one_after_the_other(priority, order):
-    """The result for a group (two have 5 tokens, the last has 2) is that of its tokens alone."""
+    """A group (two have 5 tokens, the last has 2) has the result of its tokens alone with the capacity of a group."""
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in all tasks do not run
-    assert sparse.plan.num_rows == T  # a gate that two tasks share counts once
+    assert sparse.plan.num_rows == T  # tasks with one gate choose the same expert
     several = [gates[1], TopKGate(D, E, 1).double()]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -357,7 +357,7 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
 
 @pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
 def test_room_is_that_of_the_exact_factor(factor):
-    """The capacity is computed in integers. A float factor stands for the decimal number that repr prints."""
+    """Capacities are exact: a float factor stands for the decimal number that repr prints."""
     exact = Fraction(str(factor))
     for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))

@@ -38,7 +38,7 @@ def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
     )
     for got, want in found:
         assert want.dtype == torch.float32
-        # bfloat16 has relative rounding errors of up to 2^-8 in a few products and their inputs, float16 smaller ones.
+        # Rounding to bfloat16 has a relative error of up to 2^-8 (float16: 2^-11), and a few such errors add up.
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0.02 * want.abs().max().item())
 
 
@@ -59,7 +59,7 @@ def test_autocast_leaves_float64_as_it_is(make):
 
 
 def test_tasks_and_residuals_under_autocast():
-    """With pass_through, y has the promoted dtype of x and autocast. Outputs of MultiGateMoE have autocast's dtype."""
+    """With pass_through, y has the dtype to which x's and autocast's promote; MultiGateMoE's y has autocast's."""
     torch.manual_seed(0)
     gate, experts, x = TopKGate(D, E, 2), ExpertMLP(E, D, H), torch.randn(T, D)
     layer = MoE(gate, experts, TokenChoice(0.5), pass_through=True)
