@@ -215,6 +215,28 @@ def test_a_copy_of_what_another_thread_wrote_needs_a_barrier():
         run(body.format(barrier=""), ints(64), threads=64)
 
 
+def test_an_exact_zero_rounded_down_is_minus_zero():
+    body = "mov.f32 %f0, 0f3F800000; mov.f32 %f1, 0fBF800000; fma.rm.f32 %f2, %f0, %f0, %f1; st.global.f32 [%d4], %f2;"
+    assert run(body, torch.zeros(1), threads=1).signbit().item()
+
+
+ATOMIC = """
+mov.u32 %r5, memory; add.s32 %r6, %r5, %r2; st.shared.u32 [%r6], %r0;
+atom.shared.add.u32 %r7, [%r6], 1;
+{then}
+xor.b32 %r8, %r6, {other};
+ld.shared.u32 %r9, [%r8]; st.global.u32 [%d4], %r9;
+"""
+
+
+def test_a_read_of_another_lanes_atomic_needs_a_barrier():
+    assert torch.equal(run(ATOMIC.format(then="", other=0), ints()), ints() + 1)
+    synchronized = ATOMIC.format(then="bar.warp.sync 0xffffffff;", other=4)
+    assert torch.equal(run(synchronized, ints()), (ints() ^ 1) + 1)
+    with pytest.raises(PtxError, match=r"lane \d+ of its warp wrote, with no bar\.warp\.sync between"):
+        run(ATOMIC.format(then="", other=4), ints())
+
+
 def test_errors_of_approximate_instructions_are_bounded_and_repeat():
     body = "ld.global.f32 %f0, [%d3]; ex2.approx.ftz.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
     x = torch.linspace(-20, 20, 1024)
