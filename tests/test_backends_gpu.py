@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import TARGETS, running
+from conftest import TARGETS, reason_to_skip, running
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_kernels as mk
@@ -123,6 +123,8 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
 def test_a_size_that_no_kernel_takes_is_computed_by_the_reference(target, monkeypatch):
+    if reason := reason_to_skip(target, "tree_gate"):
+        pytest.skip(reason)
     monkeypatch.setitem(backends.AUTOMATIC, "cpu", ("cuda", "reference"))
     with running(target):
         x, split, leaf = (torch.randn(shape, device=target.device) for shape in ((2, 3), (1, 4096, 3), (1, 4097, 3)))

@@ -189,7 +189,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
 def test_hostile_pickles_are_errors_and_allocate_nothing(tmp_path, batch, message):
     for name in CIFAR10_BATCHES:
         (tmp_path / name).write_bytes(batch)
-    with pytest.raises(ValueError, match=rf"data_batch_1: expected .*{message}|{message}"):
+    with pytest.raises(ValueError, match=rf"data_batch_1.*{message}"):
         load(tmp_path)
 
 
