@@ -1,4 +1,4 @@
-"""Experts across processes: runs the checks of tests/ranks on several processes of this machine, with gloo."""
+"""Experts across processes: runs the checks of tests/ranks, except command.py, on one to four processes with gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from bench.exchange_model import Machine, layer_cost, shares
 
 
 def checks(module: str, line: str = r"def ([a-z]\w+)\(\) -> None:") -> list[str]:
-    """Names that `line` matches in tests/ranks/MODULE.py; by default its public functions without arguments."""
+    """Names that the regular expression `line` captures at starts of lines of tests/ranks/MODULE.py.
+
+    By default it captures the public functions without parameters and without a result.
+    """
     return re.findall(f"^{line}", (Path(__file__).parent / "ranks" / f"{module}.py").read_text(), re.MULTILINE)
 
 

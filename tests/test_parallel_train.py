@@ -1,4 +1,4 @@
-"""The training command on several ranks (tests/ranks/command.py)."""
+"""The training command on several processes (ranks): runs the checks of tests/ranks/command.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_failed_rank_ends_the_run_and_other_numbers_of_ranks_resume_it(
     live = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["live"]
     groups = [group for run in live.values() for group in run["optimiser"]["param_groups"]]
     assert groups
-    # Ranks train with fused=False, but save the optimiser's original value.
+    # Ranks train with fused=False, but the checkpoint has the value that the recipe gave to the optimiser.
     assert all(group["fused"] is not False for group in groups)
     ranks.run("command", "whole", 1, port, tmp_path / "whole", text)
     for number in (1, 4):

@@ -1,4 +1,4 @@
-"""The routing plan: the papers' policies by hand, then every backend against the definition, index for index."""
+"""Routing plans: examples by hand, every backend against the definition, invalid arguments, padded rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAN = math.nan
 
 
 def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
-    """The (token, choice) of each row, by expert."""
+    """For each expert, the (token, choice) of each of its rows."""
     offsets = plan.expert_offsets.tolist()
     rows = list(zip(plan.row_token.tolist(), plan.row_choice.tolist(), strict=True))
     return [rows[first:last] for first, last in itertools.pairwise(offsets)]
@@ -69,7 +69,7 @@ def assert_consistent(plan: mk.RoutingPlan) -> None:
     assert torch.equal(plan.slot_row[token, choice], torch.arange(used, dtype=torch.int32))
 
 
-# --- the papers' policies, by hand ----------------------------------------------------------------------------------
+# --- examples by hand -----------------------------------------------------------------------------------------------
 
 GATES = torch.tensor(
     [
@@ -85,11 +85,11 @@ def test_vanilla_and_batch_priority_are_three_results(target):
     _, experts = mk.topk_gate(GATES.log(), 2, order="softmax_topk", backend="reference")
     top = GATES.topk(2).values
     policies = {
-        # Requests to expert 0: tokens 0, 1, 2, then 3; to expert 1: 3, then 0, 2; to expert 2: 1.
+        # Tokens that request expert 0, first choices | second choices: 0 1 2 | 3. Expert 1: 3 | 0 2. Expert 2: | 1.
         "vanilla": (None, [[(0, 0), (1, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
-        # By maximum 3, 1, 0, 2. Expert 0: 1, 0, 2, then 3. Expert 1: 3, then 0, 2.
+        # Tokens by maximum: 3 1 0 2. Expert 0: 1 0 2 | 3. Expert 1: 3 | 0 2.
         "max": (top[:, 0], [[(1, 0), (0, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
-        # By sum 2, then 1 and 3 (equal: by position), then 0. Expert 0: 2, 1, 0, then 3. Expert 1: 3, then 2, 0.
+        # Tokens by sum: 2 1 3 0 (1 and 3 are equal: by position). Expert 0: 2 1 0 | 3. Expert 1: 3 | 2 0.
         "sum": (torch.tensor([0.80, 0.90, 0.95, 0.90]), [[(2, 0), (1, 0)], [(3, 0), (2, 1)], [(1, 1)]]),
     }
     for priority, kept in policies.values():
@@ -220,8 +220,10 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """GPU kernels split choices into chunks: here 32, 33 and 34 (CUDA interpreted: 1, 2 and 2). CUDA's scan has at
-    most 32 warps; Triton's has a tile of another shape for more than 32 chunks."""
+    """GPU kernels split the choices into chunks: here into 32, 33 and 34 (CUDA interpreted: into 1, 2 and 2).
+
+    With more than 32 chunks, warps of CUDA's scan have several chunks, and Triton's scan has a tile of another shape.
+    """
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
@@ -231,9 +233,12 @@ def test_as_many_chunks_as_a_block_has_warps(target, tokens):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """GPU kernels split choices into chunks, chunks into tiles, and experts into windows of 1024. Here are two chunks
-    of several tiles (CUDA: of two and one; interpreted: of one and none) and one or two windows. With a capacity the
-    first and the last expert drop requests. Every third token has no expert."""
+    """GPU kernels split choices into chunks, chunks into tiles, and experts into windows of at most 1024.
+
+    Here are one or two windows and two chunks. Triton's chunks have several tiles. CUDA's chunks have two tiles and
+    one, or interpreted one and none. With a capacity the first and the last expert drop requests. Every third token
+    has no expert.
+    """
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":
@@ -260,8 +265,10 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """GPU kernels split choices into at most 1024 chunks of tiles. Here are 1025 tiles of 32 choices (CUDA: of 1024),
-    so a chunk has two tiles, the last one in use one."""
+    """GPU kernels split choices into tiles of 32 (CUDA: of 1024) and tiles into at most 1024 chunks.
+
+    Here are 1025 tiles, so 512 chunks have two tiles and the next one has the last tile.
+    """
     if target.interpreted:
         pytest.skip("interpreted kernels would take a minute for so many programs")
     tokens = 524800 if target.backend == "cuda" else 16400
@@ -299,7 +306,7 @@ def test_the_reference_is_the_definition(data):
 def scores_of(kind: str, tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
     if kind == "ties":
         return torch.randint(-1, 2, (tokens, num_experts)).to(dtype)
-    if kind == "same for all":  # slowest for priority routing: all tokens have the same order of experts
+    if kind == "same for all":  # all tokens rank the experts alike
         return torch.arange(num_experts).to(dtype).expand(tokens, -1) + torch.arange(tokens)[:, None].to(dtype)
     if kind == "special":
         pool = torch.tensor([NAN, math.inf, -math.inf, 0.0, -0.0, 1.0])
@@ -327,8 +334,8 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
-    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200. Its expert choice
-    pads an expert's scores to at least 2048: here are 60 and, if not interpreted, 2100."""
+    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200 pairs. Triton's
+    expert choice pads an expert's scores to at least 2048: here are 60 scores and, if not interpreted, 2100."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
@@ -388,7 +395,7 @@ def test_many_tokens_and_threads(num_experts):
         for count in (1, 2, 3):
             with threads(count):
                 assert_same(mk.make_plan(experts, num_experts, **given), expected)
-    scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
+    scores = torch.rand(3000, 40).bfloat16()  # ties between chosen tokens and others
     expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
     for count in (1, 2, 3):
         with threads(count):
@@ -409,7 +416,7 @@ def test_invalid_ids_raise_on_the_cpu_and_count_as_none_in_a_kernel(target):
                     one = torch.tensor([[1, -1, index]], dtype=dtype)
                     with pytest.raises(ValueError, match=rf"got {min(index, -1)} to {max(index, 1)}$"):
                         mk.make_plan(one, 2, backend=backend)
-    if target.backend == "cpu":  # the C++ kernel returns an error
+    if target.backend == "cpu":  # its make_plan_fwd refuses such ids too
         return
     experts[0, 1] = 2**32 + 1  # its lower 32 bits are expert 1
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
@@ -445,7 +452,7 @@ def test_bad_input_is_named(call, error, words):
         call()
 
 
-# --- the dense view, missing kernels --------------------------------------------------------------------------------
+# --- padded rows, missing kernels -----------------------------------------------------------------------------------
 
 
 def test_padded_and_back():
@@ -477,7 +484,7 @@ def test_padded_and_back():
 
 
 def test_a_missing_kernel_is_not_a_failure(target):
-    """verify reports a kernel that does not exist as "not run": CUDA has only make_plan."""
+    """`verify` reports a kernel that does not exist as "not run". Of these operations CUDA has only make_plan."""
     rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
     assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
     assert {row.verdict for row in rows} <= {"ok", "not run"}, rows

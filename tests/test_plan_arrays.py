@@ -1,4 +1,4 @@
-"""Wrong plans: arrays that violate RoutingPlan raise an error before a kernel uses them as indices."""
+"""Operations refuse plans whose arrays have a wrong dtype, shape or stride, or indices out of range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan() -> mk.RoutingPlan:
 
 
 def holding(name: str, value: int) -> mk.RoutingPlan:
-    """The plan with `value` as the last element of one of its arrays."""
+    """The plan with `value` as the last element of its array `name`."""
     array = getattr(plan(), name).clone()
     array.view(-1)[-1] = value
     return replace(plan(), **{name: array})
@@ -53,7 +53,7 @@ TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be
     ],
 )
 def test_indices_out_of_range_are_refused(op, name, value, words, backend):
-    # Messages end in "got <least> to <greatest>", and a positive value is the greatest. expert_offsets: "got <value>".
+    # Messages on row_token and slot_row end in "<least> to <greatest>"; a positive value here is the greatest.
     low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
     with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
         OPS[op](holding(name, value), backend)
@@ -131,7 +131,7 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
-    """A custom operator checks a plan's values: the call breaks no graph, and with fake tensors nothing is checked."""
+    """The check of a plan's values is a custom operator: it breaks no graph, and is not run with fake tensors."""
 
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")

@@ -1,4 +1,4 @@
-"""Small programs on tests/ptx, which executes PTX on the CPU: instructions, divergence, checks, errors."""
+"""Small PTX programs, executed on the CPU by tests/ptx: instructions, divergence of lanes, errors that it reports."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ HEAD = """
 
 
 def run(body, given, threads=32, seed=0, out=None):
-    """Runs one block; %d3 and %d4 hold the addresses of a thread's elements of `in` and `out`, %r2 holds 4 * tid."""
+    """Executes HEAD and `body` in one block; returns `out`, which by default has one element for each thread.
+
+    HEAD sets %r0 to the thread's index, %r1 to its lane, %r2 to 4 times the index, %d0 and %d1 to the addresses of
+    `given` and `out`, and %d3 and %d4 to the addresses of the thread's elements there, of 4 bytes each.
+    """
     text = HEAD + textwrap.dedent(body) + "\nret;\n}\n"
     (name,) = entry_names(text)
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads, dtype=given.dtype) if out is None else out
     parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
-    settings = Settings(seed | seed << 16, 1_000_000)  # the upper bits seed the errors of .approx instructions
+    settings = Settings(seed | seed << 16, 1_000_000)  # upper 16 bits: seed of .approx errors
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (1,), (threads,), shared, parameters, extents([given, out]), settings))
     return out
@@ -262,7 +266,7 @@ def test_absolute_errors_of_approximate_instructions_are_bounded(name, exact, bo
     ("kind", "expected"), [("s32.f32", 0), ("u32.f32", 0), ("s64.f32", 1 << 63), ("u32.f64", 1 << 31)]
 )
 def test_nan_as_an_integer(kind, expected):
-    """0, or only the highest bit set if a type has 64 bits (PTX ISA 9.0, cvt)."""
+    """0; if source or destination has 64 bits, the integer with only its highest bit set (PTX ISA 9.0, cvt)."""
     to, source = ("%d6" if "64." in kind else "%r3"), ("%d5" if ".f64" in kind else "%f0")
     body = f"""
     ld.global.f32 %f0, [%d3];

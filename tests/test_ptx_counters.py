@@ -1,5 +1,8 @@
-"""No counter (instructions, memory sectors, passes over shared memory's banks, barriers) of a call of ptx/golden.py
-exceeds its limit: the number in ptx_counters.json, plus 1 %, plus 4."""
+"""Counters of every kernel in the calls that ptx/golden.py lists, executed from PTX on the CPU.
+
+Counted are instructions of warps and of lanes, memory sectors, passes over shared memory's banks, and barriers. No
+counter may exceed 1.01 times its number in ptx_counters.json, plus 4.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects planted in the PTX of real kernels, which tests/ptx executes on the CPU: errors or wrong values show them."""
+"""Defects planted in the kernels' PTX: when tests/ptx executes it on the CPU, errors or wrong values show them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ptx.machine import PtxError
 
 import moe_kernels as mk
 
-# Backends whose PTX is executed here, without a GPU.
+# The targets whose PTX tests/ptx executes, by backend; none with a GPU or with TRITON_INTERPRET=1.
 GPU = {target.backend: target for target in TARGETS if target.executed and not target.interpreted}
 
 pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are interpreted")
 
 
 def kwta(backend):
-    """Rows of distinct values, with ties at the threshold (rounded values; -inf), and with NaN."""
+    """kwta of four rows: distinct values; rounded values, tied at the threshold; -inf as the threshold; some NaN."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2001, generator=generator) for _ in range(4)]
     rows[1] = rows[1].mul(2).round()
@@ -103,7 +103,7 @@ def caught(call, backend, expected, edit, seeds=(0,)):
 
 
 def launched(name, backend):
-    """The result without a defect, and the launch of the kernel `name`."""
+    """The result of CALLS[name] without a defect, and the launch of the kernel whose title contains `name`."""
     with session.recorded() as results:
         expected = CALLS[name](backend)
     (result,) = [each for each in results if name in each.kernel.title]
@@ -125,21 +125,21 @@ def test_every_deleted_barrier(name, backend):
         missed = []
         for line in lines:
             if "bar.red" in result.kernel.texts[result.kernel.lines.index(line)]:
-                continue  # without the result of bar.red the PTX would be invalid
+                continue  # later instructions read the result of bar.red
             edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
             if not caught(CALLS[name], backend, expected, edit, seeds=(0, 1, 2)):
                 missed.append(line)
-        assert not missed, f"no error without these barriers, of {lines}"
+        assert not missed, f"neither errors nor wrong values without these barriers, of {lines}"
 
 
-# needless: number of barriers that may be deleted. The last one of plan_rank separates the accesses of two tiles of
-# requests, but the 600 requests here are one tile.
+# needless: number of warp barriers that can be deleted without an error. The last one of plan_rank separates two tiles
+# of 1024 choices, but the 600 choices here are one tile.
 @pytest.mark.parametrize(
     ("name", "needless"),
     [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0), ("sinkhorn_log_bwd", 0), ("topk_gate_bwd", 0)],
 )
 def test_every_deleted_barrier_of_a_warp(name, needless):
-    """tests/ptx runs the lanes of a warp together: without a barrier, values stay right, but the race check raises."""
+    """tests/ptx runs a warp's lanes in lockstep: without a barrier values stay right, but the race check raises."""
     with on("cuda"):
         expected, result = launched(name, "cuda")
         lines = plant.executed(result, r"bar\.warp\.sync")
@@ -151,8 +151,8 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads the others' sums. Without barriers an atomic releases only its own thread's
-    stores."""
+    """The last of three programs reads the others' sums. Without barriers before it, an atomic releases only the stores
+    of its own thread."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")
@@ -184,7 +184,7 @@ def test_pipeline_of_a_product(backend):
 
 
 def some_lanes_are_guarded(result, pattern):
-    """PTX lines of guarded instructions that some lanes executed and others did not."""
+    """PTX lines of the guarded instructions that match `pattern`, if some lanes executed them and others did not."""
     kernel, counters = result.kernel, result.counters
     return [
         kernel.lines[pc]
@@ -220,7 +220,8 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Turns one xor at a time into an or. Some xors swizzle addresses: at least one edit is found."""
+    """Turns one xor at a time into an or. Some xors swizzle addresses, so at least one edit causes an error or wrong
+    values."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")
@@ -232,7 +233,7 @@ def test_wrong_swizzle(backend):
 
 
 def test_shuffle_left_out_of_a_sum():
-    """With one shuffle left out, lanes that should have equal sums have different ones."""
+    """One shuffle at a time becomes a move of the lane's own value: each time, an error or wrong values follow."""
     with on("triton"):
         expected, result = launched("gate", "triton")
         lines = plant.executed(result, r"shfl\.sync\.bfly")

@@ -1,8 +1,8 @@
 """An operation gives the same bits in twenty orders of blocks, of warps, and of a warp's stores to one address.
 
-tests/ptx, which executes PTX on the CPU, draws the order from one seed and the errors that the PTX ISA allows .approx
-instructions from another. On a GPU these errors depend on the inputs alone, so they stay fixed while the order changes.
-If the errors change too, results must stay within a tolerance.
+tests/ptx, which executes PTX on the CPU, takes a seed for the order, and one for the errors that the PTX ISA allows
+.approx instructions. On a GPU these errors depend on the inputs alone, so the bits are compared with one seed for the
+errors. If the errors change too, results must stay within a tolerance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_kernels import backends
 
 SEEDS = range(1, 21)
 
-# (operation, shape, dtype, whether .approx instructions reach its results)
+# (operation, shape, dtype, whether errors of .approx instructions reach the results)
 CASES = [
     ("kwta", "R=3 N=300 p=0.3", "fp32", False),
     ("kwta", "R=3 N=300 p=0.3", "bf16", False),
@@ -58,7 +58,7 @@ def test_every_order_gives_the_same_bits(backend, case):
                 for part in (each if isinstance(each, tuple | list) else (each,))
             ]
 
-        exact = results()  # seed 0: a fixed order, and correctly rounded .approx instructions
+        exact = results()  # seed 0: a fixed order, and .approx instructions without added errors
         with session.seed(SEEDS[-1], errors=1):
             held = results()
         for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: wgmma, bulk copies, mbarriers, and other kernels."""
+"""Triton's PTX for sm_90, executed on the CPU by tests/ptx: its results, and defects planted in it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def opcodes(launches) -> set[str]:
     return {re.sub(r"^@\S+ ", "", text).split(" ")[0] for text in texts}
 
 
-# (rows, columns of x, columns of the weights, experts), and the rows and columns of a tile. Together the sizes have
-# sums of several steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
+# Name: ((rows, columns of x, columns of the weights, experts), (rows, columns) of a tile in forward). The sizes include
+# sums of several steps with a partial last one, experts with several tiles of rows, and tiles that reach past the last
+# row of an expert or past the last column.
 SIZES = {
     "few rows": ((150, 208, 144, 5), (128, 256)),  # in training; 64 x 128 without gradients
     "narrow": ((600, 80, 112, 5), (128, 128)),
@@ -55,8 +56,8 @@ SIZES = {
 }
 
 
-# float16 has the tiles and the inner loop of bfloat16, so it has two cases: gathered rows of x, which cp.async copies,
-# and consecutive ones, which TMA copies. In bfloat16 every size has one case.
+# float16 has the tiles and the inner loop of bfloat16, so two cases suffice: with gathered rows of x, which cp.async
+# copies, and with consecutive ones, which TMA copies.
 BF16, FP16 = SHORT
 
 
@@ -230,10 +231,10 @@ def product(rows=150, dim=208, columns=144):
     return torch.cat([each.flatten() for each in found.values()])
 
 
-SWIZZLE = str(1 << 62 | 64 << 32)  # constant bits of a wgmma descriptor: swizzle of 128 bytes, stride of 1024
+SWIZZLE = str(1 << 62 | 64 << 32)  # constant bits of a wgmma descriptor: swizzle of 128 bytes, stride of 1024 bytes
 
-# Name: (pattern, replacement of every match in the PTX, part of the error). Without an error text, wrong values or any
-# error show the defect.
+# Name: (pattern, replacement of every match in the PTX, pattern of the expected error). If the last one is empty, wrong
+# values or any error show the defect.
 DEFECTS = {
     "no wait for a product": (r"wgmma\.wait_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
     "a raised wait": (
@@ -299,9 +300,10 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 
 
 def test_every_wait_and_fence_matters():
-    """Without one of the executed instructions that match ORDERS, or with a try_wait that always succeeds, an error is
-    raised or values are wrong."""
-    # Sums of six steps, more than the pipeline has buffers, and of one step, over the 20 rows of expert 2.
+    """Deletes one executed instruction that matches ORDERS at a time, or lets one try_wait always succeed: each time an
+    error is raised or values are wrong."""
+    # Sums have six steps, more than the pipeline has buffers. In the weight gradient, sums over the 20 rows of expert 2
+    # have one step, and experts 1 and 3 have no rows.
     long = (350, 336, 336)
     with session.recorded() as launches:
         expected = product(*long)
@@ -403,7 +405,7 @@ def test_misuse_of_a_product(change, message):
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_stmatrix_is_undone_by_ldmatrix(transposed):
-    """Lane i gives the address of row i % 8 of matrix i / 8, a row of 16 bytes."""
+    """Lane i gives the address of row i % 8 of matrix i // 8, a row of 16 bytes."""
     body = f"""
     mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d5, %d0, %d5; mov.u32 %r5, memory;
     shl.b32 %r6, %r0, 4; add.s32 %r6, %r5, %r6; ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5];
@@ -417,9 +419,9 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     assert torch.equal(out[:128], given)
     matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of each lane's address
     halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
-    if transposed:  # row i, column j: lane 4 j + i / 2, half i % 2
+    if transposed:  # row i, column j: lane 4 j + i // 2, half i % 2
         first = halves[row // 2, matrix, row % 2], halves[4 + row // 2, matrix, row % 2]
-    else:  # row i, column j: lane 4 i + j / 2, half j % 2
+    else:  # row i, column j: lane 4 i + j // 2, half j % 2
         first = halves[4 * row, matrix, 0], halves[4 * row, matrix, 1]
     assert torch.equal(out[128:].view(torch.int16).view(32, 2), torch.stack(first, 1))
 

@@ -1,4 +1,4 @@
-"""Recipes: agreement of the fast backend with the reference, saved models, resuming, FLOPs, invalid options."""
+"""Recipes: agreement of the kernels with the definitions, saved models, resuming, FLOPs, invalid options."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def an_expert_that_does_not_learn(original, *args):
     ],
 )
 def test_a_wrong_kernel_is_not_taken_for_a_kink_or_tie(arguments, monkeypatch, capsys, kernel, wrong):
-    """In a network with ReLUs and chosen experts the agreement check allows only differences that rounding causes."""
+    """Rounding can decide on which side of 0 a ReLU's argument is (a kink), or which of two experts is chosen (a tie).
+    The agreement check allows such differences, but not those of a wrong kernel."""
     plant(monkeypatch, kernel, wrong)
     words = ("--check-steps", "3", "--sides", "compete", "smoe", "dense", "--rate", "0.5", "--backend", "cpu")
     assert train.run(arguments("competesmoe", *words, "--steps", "1")) == 1
@@ -178,8 +179,8 @@ def test_a_wrong_kernel_is_not_taken_for_a_kink_or_tie(arguments, monkeypatch, c
 
 
 def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
-    """Each side with experts has a picture; its shares equal a count over single tokens. Each member of an E^3 ensemble
-    counts as an image."""
+    """Each side with experts has a picture, whose shares equal a count over single tokens. Side e3 routes each image
+    once for each member of its ensemble."""
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn, original = {}, comparison.draw
 
@@ -206,7 +207,7 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
         assert matplotlib.image.imread(tmp_path / name).shape == (312, 1248, 4)
         layers, y = counted[name]
         assert len(maps) == len(layers) == 1
-        images = len(layers[0]) // 5  # four patches and a class token
+        images = len(layers[0]) // 5  # an image has a class token, then four patches
         members = images // len(y)
         for expert in range(4):
             for patch in range(4):
@@ -221,7 +222,7 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
-    """Each of two tasks chooses two experts: a sample reaches four experts, or fewer if both tasks choose the same."""
+    """Side topk: each of two tasks chooses two of four experts, so a sample reaches two to four. Side softmax: all."""
     data = ratings()
     found = {}
     with backends.use_backend(backend):
@@ -274,7 +275,8 @@ def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
 
 
 def test_a_split_with_all_neurons_is_the_dense_model(text):
-    """If every expert has every neuron and nothing is trained, the student equals its teacher with any routing."""
+    """If every expert has every neuron and the learning rate is 0, the split model (the student) equals the dense model
+    (the teacher) with any routing."""
     for side in ("small", "hash", "balanced", "comet", "hash+"):
         recipe = MoEBERT(
             sides=(side,), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=4,
@@ -301,14 +303,14 @@ def test_outputs_of_a_split_model_are_dropped_once(text):
     )  # fmt: skip
     run = Run(recipe, 0, recipe.splits(text))
     run.take_step()
-    run.take_step()  # of the student
+    run.take_step()  # the first step trains the dense model, the second the split one
     blocks = [each for each in run.task.model.modules() if isinstance(each, MoEBlock)]
     assert len(blocks) == 2
     assert all(each.block.dropout == 0.5 and each.block.ffn.experts.dropout == 0 for each in blocks)
 
 
 def test_distillation_resumes_exactly(arguments, tmp_path):
-    """Interrupted after the split, a run continues with the same student, search and frozen teacher."""
+    """Interrupted after the split, a run resumes with the same student, local search and frozen teacher."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "8", "--model-dropout", "0.1", "--sides", "comet+")
     whole, broken = interrupted(lambda out: arguments("moebert", *words, "topk", "--out", str(tmp_path / out)), 12)
     assert whole == broken
@@ -384,7 +386,7 @@ def vmoe(side):
 
 
 def test_the_number_of_evaluations_changes_nothing():
-    """THOR draws random experts in evaluation too; more evaluations must not change the training."""
+    """THOR draws random experts in evaluation too, but more evaluations must not change the training."""
     found = []
     for points in ((2, 4, 6), (6,)):
         run = vmoe("thor")
@@ -395,7 +397,7 @@ def test_the_number_of_evaluations_changes_nothing():
 
 
 def test_flops_include_attention_on_every_device():
-    """torch's counter omits attention on the CPU: in every block two products of 2 tokens^2 dim FLOPs each."""
+    """torch's counter omits attention on the CPU; run.flops() adds two products of 2 tokens^2 dim FLOPs a block."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
     pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)
