@@ -487,4 +487,6 @@ def test_a_missing_kernel_is_not_a_failure(target):
     """`verify` reports a kernel that does not exist as "not run". Of these operations CUDA has only make_plan."""
     rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
     assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
-    assert {row.verdict for row in rows} <= {"ok", "not run"}, rows
+    others = {row.verdict for row in rows if row.operation != "make_plan"}
+    assert "not run" in others if target.backend == "cuda" else "ok" in others, rows
+    assert others <= {"ok", "not run"}, rows  # Triton takes no float64 scores

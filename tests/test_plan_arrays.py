@@ -84,7 +84,7 @@ def test_a_backward_refuses_what_it_alone_reads():
 
 
 @pytest.mark.parametrize(("name", "value"), [("row_token", 6), ("slot_row", 12), ("expert_offsets", 13)])
-def test_expert_mlp_reads_nothing_by_them(name, value):
+def test_expert_mlp_refuses_them(name, value):
     with pytest.raises(ValueError, match=f"{name} must"):
         expert_mlp(holding(name, value), "cpu")
 

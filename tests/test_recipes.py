@@ -358,7 +358,7 @@ def test_a_data_set_of_the_wrong_kind_is_an_error(arguments, capsys):
         ),
     ],
 )
-def test_options_without_a_side_that_uses_them_are_errors(arguments, capsys, name, words, message):
+def test_options_that_do_not_fit_are_errors(arguments, capsys, name, words, message):
     assert train.run(arguments(name, *words)) == 2
     assert message in capsys.readouterr().err
 
@@ -396,7 +396,7 @@ def test_the_number_of_evaluations_changes_nothing():
     assert found[0] == found[1]
 
 
-def test_flops_include_attention_on_every_device():
+def test_flops_include_attention():
     """torch's counter omits attention on the CPU; run.flops() adds two products of 2 tokens^2 dim FLOPs a block."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
