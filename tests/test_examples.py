@@ -1,4 +1,5 @@
-"""Every public function and class has an example in its docstring, which prints the output that the docstring shows."""
+"""Examples in docstrings print the output shown there. Each function and class that moe_kernels or moe_kernels.nn
+exports, and each public function of nn.convert and nn.schedules, has one."""
 
 from __future__ import annotations
 

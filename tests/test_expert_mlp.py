@@ -1,4 +1,4 @@
-"""expert_mlp: values and gradients against its definition in float64, a sum over the kept choices of each token."""
+"""expert_mlp: values and gradients against a sum over the choices of each token that have a row, in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = dict(zip(plans(), ("gelu", "swiglu", "relu", "silu", "geglu", "tanh", "g
 
 
 def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation="gelu"):
-    """The definition: the outputs of every expert for every token, then the sum over kept choices."""
+    """The outputs of every expert for every token, then for each token the sum over its choices that have a row."""
     pre = torch.einsum("td,edh->teh", x, w_in) + (0 if b_in is None else b_in)
     out = torch.einsum("teh,ehd->ted", ACTS[activation](pre), w_out) + (0 if b_out is None else b_out)
     y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # so that gradients exist if the plan is empty
@@ -36,7 +36,7 @@ def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation=
 
 
 def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_bias=True):
-    # No default size and no product of two is a multiple of 16, so Triton reuses the kernels of test_grouped_gemm.py.
+    # No default size, and no product of two, is a multiple of 16, for which Triton would compile other kernels.
     width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
     experts = plan.num_experts
     leaves = {
@@ -50,9 +50,9 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# float16 has only two cases, to save time: with biases, and gated without biases.
+# float16 has only two cases, to save time: gelu with biases, and swiglu without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# Triton compiles three kernels for each activation and dtype, so each kind of plan has only one or two dtypes.
+# To save compilations, Triton without a GPU runs each kind of plan in only one or two dtypes.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         pytest.skip("Triton runs this plan and this activation in another dtype, to save compilations")
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
-    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # dropped choices
+    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # choices without a row
     got = judged(
         target,
         dtype,
@@ -72,7 +72,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         partial(dense, plan, activation=activation),
         leaves,
         torch.randn(plan.num_tokens, 10).to(dtype),
-        floor=2.0,  # 1 for the result, 1 because the hidden layer and intermediate gradients are rounded too
+        floor=2.0,  # epsilons: 1 for rounding results, 1 for rounding the hidden layer and intermediate gradients
     )
     assert not got["weights"][plan.slot_row < 0].any()
 
@@ -106,8 +106,8 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """The gradient to b_out is the sum of the gate weights. 4000 of them sum to 4011.7, which bfloat16 rounds to 4016;
-    weights that were rounded before would sum to 4000."""
+    """For output gradients of 1 the gradient to b_out is the sum of the gate weights. 4000 of them sum to 4011.7, which
+    bfloat16 rounds to 4016. If they were rounded first, they would sum to 4000."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000
@@ -122,7 +122,7 @@ def test_gate_weights_are_not_rounded_for_the_bias(target):
 
 
 def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
-    """If forward did not keep the hidden layer, as in a graph captured without gradients, backward recomputes it."""
+    """With keep = False forward does not return the pre-activation for backward, which then recomputes it."""
     plan = plans("cpu")["dropped"]
     leaves = leaves_of(plan, torch.float32, "cpu", "swiglu")
     given = [leaves[name].requires_grad_() for name in ("x", "weights", "w_in", "w_out", "b_in", "b_out")]
@@ -141,7 +141,7 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """Gradients have the strides of transposed weights, as torch.compile expects. Gate weights are transposed too."""
+    """If w_in and w_out are transposed, their gradients have the same strides. Gate weights are transposed too."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
@@ -173,7 +173,8 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_an_infinite_gradient_of_one_token(target):
-    """Gate weights get the reference's gradients: infinity is not multiplied by zeros of a kernel's padding (NaN)."""
+    """The gradients to the gate weights equal the reference's: no infinity is multiplied by a kernel's zero padding,
+    which would give NaN."""
     plan, dtype = plans(target.device)["dropped"], finest(target, OP)
     leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])
@@ -187,7 +188,7 @@ def test_an_infinite_gradient_of_one_token(target):
 
 
 def test_a_row_of_no_token_is_a_choice_without_weight(target):
-    """A row in use may belong to no token: plan.row_token is -1. The gradient to the weight of its choice is 0."""
+    """A used row whose plan.row_token is -1 acts like a choice of weight 0, but the gradient to that weight is 0."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
     row = int(plan.expert_offsets[-1]) // 2
@@ -260,14 +261,14 @@ def test_flops_are_counted():
     plan = plans()["everything"]
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
     counted = []
-    for frozen in ("", "weights", "w_out"):  # in turn, and each stays frozen
+    for frozen in ("", "weights", "w_out"):  # frozen: nothing; weights; weights and w_out
         if frozen:
             leaves[frozen].requires_grad_(False)
         with FlopCounterMode(display=False) as counter:
             mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
         counted.append(counter.get_total_flops())
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
-    moving = 2 * rows * 10 + rows * 14  # combine in forward, and in backward the sum of rows to the gradient of x
+    moving = 2 * rows * 10 + rows * 14  # combine in forward; in backward the sum over rows for the gradient to x
     bias = 2 * rows * 10  # the gradient to b_out; the term of b_out in the gradient to the gate weights takes as much
     least = 3 * products + moving + bias  # also if w_out is frozen: one kernel computes its gradient and b_out's
     assert counted == [least + bias, least, least]
@@ -300,7 +301,7 @@ def test_bad_input_is_named():
 def test_one_launch_gives_the_bits_of_three(kind, dtype, monkeypatch):
     plan, activation, found = plans("cpu")[kind], KINDS[kind], []
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, dtype, "cpu", activation).items()}
-    for most in (grouped_gemm_cpu.AT_ONCE, -1):  # with -1 no layer is small enough for a single launch
+    for most in (grouped_gemm_cpu.AT_ONCE, -1):  # -1: forward takes three C++ calls instead of one
         monkeypatch.setattr(grouped_gemm_cpu, "AT_ONCE", most)
         y = mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), leaves.values())))

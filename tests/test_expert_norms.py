@@ -1,4 +1,4 @@
-"""expert_norms: values and gradients against the norms of all (T, E, D) outputs in float64; peak memory."""
+"""expert_norms: values and gradients against norms of all outputs (T, E, Dout) in float64; peak memory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# tokens, experts, dim, hidden, dout; 131 columns do not fit into a tile of a GPU kernel
+# tokens, experts, dim, hidden, dout; 131 columns take more than one tile of a GPU kernel
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# Triton compiles five kernels for a case. These cases have each form and each dtype.
+# The only cases that Triton runs without a GPU, to save compilations: each form and each dtype occurs.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
         pytest.skip("Triton runs this form in another dtype, to save compilations")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # floor: 1 for the result, 1 because experts' outputs and intermediate gradients are rounded too.
+    # floor, in epsilons: 1 for rounding results, 1 for rounding hidden layers and intermediate gradients.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 
@@ -68,10 +68,10 @@ def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
-    """If tensors of all experts are too large, GPU backends compute groups of experts: here of two, the last of one."""
+    """If tensors of all experts are too large, GPU backends compute experts in groups: here of two, the last of one."""
     skip_unsupported(target, dtype, OP)
     if target.compiles and dtype == torch.float32:
-        pytest.skip("bfloat16 tests the groups, and a second dtype takes a dozen compilations")
+        pytest.skip("Triton tests groups in bfloat16 only, to save compilations")
     leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
     grad = torch.randn(SIZES[:2]).to(dtype)
     call = partial(mk.expert_norms, backend=target.backend)
@@ -85,7 +85,7 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
 
 def test_biases_that_start_anywhere(target):
     if target.backend == "triton":
-        pytest.skip("Triton compiles a kernel for each alignment itself")
+        pytest.skip("Triton itself specialises kernels by alignment")
     leaves = leaves_of(finest(target), target.device, "gelu", 9, 3, 16, 24, 16)
     moved = leaves | {name: behind_one(leaves[name]) for name in ("b_in", "b_out")}
     got, expected = (mk.expert_norms(**each, activation="gelu", backend=target.backend) for each in (moved, leaves))
@@ -126,7 +126,7 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
 
 
 def test_an_infinite_output_has_an_infinite_norm(target):
-    """A kernel pads w_out with columns of zeros. Infinity times zero is NaN, which must not reach the norm."""
+    """Kernels may pad w_out with columns of zeros. Infinity times zero is NaN, which must not reach the norm."""
     x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 10)
     b_in = torch.zeros(2, 8)
     b_in[1, 5] = math.inf
@@ -152,7 +152,8 @@ def test_small_float16_outputs_have_finite_gradients(target):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_gradients_of_experts_are_added_up_in_float32(backend):
-    """The CPU computes one expert after the other. In bfloat16 1 + 2^-9 is 1, but 1 + 4 * 2^-9 is 1 + 2^-7."""
+    """The gradients to x through the five experts are 1 and four times 2^-9. Their sum is 1 + 2^-7, but added one by
+    one in bfloat16 they would give 1."""
     x, w_in = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True), torch.full((5, 1, 1), 2.0**-9).bfloat16()
     w_in[0] = 1
     s = mk.expert_norms(x, w_in, torch.ones_like(w_in), backend=backend)

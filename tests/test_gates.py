@@ -71,7 +71,7 @@ def test_noise_is_for_training():
         torch.nn.init.zeros_(gate.linear.weight)
         torch.nn.init.zeros_(gate.linear.bias)
         logs = gate(x).gates.log()
-        # A row has four logits of standard deviation 1 / 4. Minus their mean, they have sqrt(3 / 4) / 4.
+        # A row has four logits of standard deviation 1 / 4. After subtraction of their mean it is sqrt(3 / 4) / 4.
         deviation = (logs - logs.mean(-1, keepdim=True)).std().item()
         assert abs(deviation - math.sqrt(3) / 8) < 0.005
         assert (gate.eval()(x).gates - 0.25).abs().max() < 1e-6
@@ -208,7 +208,7 @@ def test_two_forwards_before_a_backward(make):
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another temperature
     if isinstance(layer.gate, mnn.XMoEGate):
-        layer(*tokens())  # the first forward pass changes the norms of its embeddings
+        layer(*tokens())  # with score "code", the first forward pass scales the embeddings
     twin, (x, ids) = copy.deepcopy(layer), tokens()
     torch.manual_seed(2)
     first, second = layer(x, ids), layer(x * 2, ids)
@@ -261,7 +261,7 @@ def test_ids_that_are_none_are_named(name):
 
 
 def test_compiled_a_negative_id_fails_in_the_lookup():
-    """Compiled code and a GPU do not compare ids with their range; -1 must not mean the last id."""
+    """A compiled gate does not check the range of ids, so the lookup must refuse bad ids, also -1."""
     gate, (x, ids) = EVERY["hash"](), tokens()
     compiled = torch.compile(gate, backend="eager")
     assert torch.equal(compiled(x, ids).experts, gate(x, ids).experts)
@@ -281,7 +281,7 @@ def test_a_gate_without_values_tells_shapes(make):
     """On the meta device, which has no values, outputs have the same shapes and dtypes as on the CPU."""
     gate, (x, ids) = make(), tokens()
     bare = copy.deepcopy(gate).to("meta")
-    for experts in getattr(bare, "_experts", ()):  # `to` does not move them: a layer owns them
+    for experts in getattr(bare, "_experts", ()):  # no submodule of the gate, so `to` does not move them
         experts.to("meta")
     for training in (True, False):
         given = gate.train(training)(x, ids)
@@ -322,7 +322,8 @@ def test_orthogonal_weights_of_16_bits(dtype):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_pass_their_backend_on(name, training):
-    """With backend "reference" in all modules, only operators of plans and checks run: plans get no backend."""
+    """With backend "reference" in all modules, operators of moe_kernels run only to check arguments and to make plans:
+    modules pass no backend to functions that make plans."""
     net = LAYERS[name]().train(training)
     for module in net.modules():
         if hasattr(module, "backend"):

@@ -109,7 +109,7 @@ def step(t: float, gamma: float) -> float:
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 6])
 def test_dselect_by_hand(experts):
-    """Loops over all codes, highest bit first. The reciprocal loss penalises codes from E on: they have no expert."""
+    """Loops over all codes, highest bit first. The reciprocal loss penalises codes >= E, which have no expert."""
     bits, gamma, k = math.ceil(math.log2(experts)), 1.0, 2
     gate = mnn.DSelectKGate(
         3, experts, k, gamma=gamma, entropy=0.1, reciprocal=0.5, generator=seeded_generator()

@@ -1,4 +1,4 @@
-"""Gates and losses of papers 002 (sparse ViT), 003 (V-MoE, E^3, THOR) and 004 (CompeteSMoE) by hand."""
+"""Gates, losses and schedules of papers 002 (sparse vision experts), 003 (V-MoE, E^3, THOR) and 004 (CompeteSMoE)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # must not be called: its copy from the host waits for the GPU
+        patch.setattr(torch, "tensor", None)  # torch.tensor must not be called: on a GPU its copy makes the host wait
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -212,7 +212,7 @@ def test_stable_losses_are_those_of_a_batch_twice_as_large():
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
     narrow.keep_float32 = False
-    narrow.bfloat16()  # cannot count an expert's 600 tokens: integers above 256 may be rounded
+    narrow.bfloat16()  # adding ones in bfloat16 stops at 256, but one expert has all 600 tokens
     torch.nn.init.zeros_(narrow.centroids)
     balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
     assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)
@@ -325,7 +325,7 @@ def test_a_staged_gate_distils_in_stage_two_alone():
     loss = gate(x).losses["distill"]
     torch.testing.assert_close(loss, (p * (p / q).log()).sum(-1).mean())
     loss.backward()
-    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # the teacher
+    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # `first` is the teacher
     assert gate.second.linear.weight.grad.any()
 
 

@@ -1,4 +1,4 @@
-"""grouped_gemm: values and gradients against a float64 loop over experts, on every backend."""
+"""grouped_gemm: values and gradients against a float64 loop over experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTS = {
 ACTS["swiglu"] = lambda pre: ACTS["silu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 ACTS["geglu"] = lambda pre: ACTS["gelu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 
-# Each expert's share of the used rows. At least the last tenth of the rows is unused (`offsets_of`).
+# Relative shares of five experts in the used rows. At least the last tenth of the rows is unused (`offsets_of`).
 ROUTINGS = {
     "uniform": (1, 1, 1, 1, 1),
     "zipf": (100, 44, 27, 19, 14),
@@ -47,7 +47,7 @@ def offsets_of(kind, rows, device="cpu"):
 
 
 def loop(x, weight, offsets, bias, activation, token):
-    """The definition by a loop over experts, in float64 on the CPU."""
+    """grouped_gemm by a loop over experts, in float64 on the CPU."""
     x, weight = x.cpu().double(), weight.cpu().double()
     rows = x if token is None else torch.where((token >= 0).cpu()[:, None], x[token.cpu().clamp(min=0)], 0)
     outs, bounds = [], offsets.tolist()
@@ -72,7 +72,7 @@ def finest(target, op=OP):
 def judge(target, dtype, got, reference, truth, floor=1.0):
     """Asserts that errors, relative to the largest value, are at most twice those of the reference in the same dtype,
     plus `floor` epsilons. float32: at least 4 epsilons, since a sum term by term is less exact than the reference's sum
-    by blocks. float64: twice `floor`, since `truth` is rounded too. bfloat16, if sources run instead of PTX: twice the
+    by blocks. float64: twice `floor`, since `truth` is rounded too. bfloat16 with TRITON_INTERPRET=1: twice the
     epsilon, since Triton's interpreter truncates."""
     floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
@@ -94,7 +94,7 @@ def results(call, leaves, grad):
 
 def judged(target, dtype, call, exact, leaves, grad, floor=1.0):
     """Output and gradients of call(backend=..., **leaves) on the target, after `judge` has checked them against
-    exact(**leaves), the definition in float64 on the CPU."""
+    those of exact(**leaves) in float64 on the CPU."""
     got, reference = (
         results(lambda name=name, **given: call(backend=name, **given), leaves, grad)
         for name in (target.backend, "reference")
@@ -136,7 +136,7 @@ def check(target, dtype, kind, sizes, activation, gathered, with_bias=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [37, 64])
 def test_rows_are_summed_by_token(target, dtype, width):
-    """grouped_gemm_sum_rows, the gradient of a gather, gives the same bits twice; a token has no, one or many rows."""
+    """grouped_gemm_sum_rows, a sum over the rows of each token, gives the same bits twice. Token 17 has no row."""
     skip_unsupported(target, dtype)
     rows, token = torch.randn(300, width).to(dtype), torch.randint(-1, 100, (300,), dtype=torch.int32)
     token[token == 17] = 18
@@ -167,7 +167,7 @@ def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
-# Triton does not compile these cases: it computes activations in float32, so silu and swiglu suffice in bfloat16.
+# Cases left out for Triton without a GPU: it computes activations in float32, so in bfloat16 silu and swiglu suffice.
 IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
 
 
@@ -177,7 +177,7 @@ def test_activations(target, activation):
         if target.compiles and (dtype, activation) in IN_FLOAT32:
             continue
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
-            # Triton: widths for which the test above compiles kernels. Others: widths of whole 16-byte vectors.
+            # Triton: Din and Dout for which the test above compiles kernels. Others: multiples of 16 bytes.
             sizes = (29, 33, 70, 5) if target.compiles else (29, 16, 40, 5)
             check(target, dtype, "zipf", sizes, activation, gathered=False)
 
@@ -283,7 +283,8 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """Errors are small relative to the value; the CPU may add 1e-6. As 1 + erf in float32, gelu below -6 would be 0."""
+    """Errors are small relative to the value; 1e-6 more is allowed on the CPU. For x < -6 gelu(x) is not 0, although
+    1 + erf(x / sqrt(2)) is 0 in float32."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     ends = torch.tensor([200, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.linspace(-12, 12, 997), ends]).to(dtype)
@@ -300,7 +301,7 @@ def test_activations_in_their_tails(target, activation):
     error = (y[:, 0].cpu().double() - truth).abs()[:-4]
     assert (error <= (eps + 1e-5) * truth[:-4].abs() + lost).all()
     error = (grad[:, 0].cpu().double() - slope).abs()[:-4]
-    near_0 = 1e-6 * (exact[:-4].abs() < 2)  # the slope crosses 0 there
+    near_0 = 1e-6 * (exact[:-4].abs() < 2)  # the slope is 0 at a point of this range
     assert (error <= (eps + 1e-5) * slope[:-4].abs() + lost + near_0).all()
 
 
@@ -432,7 +433,7 @@ def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("din", "dout"), [(64, 24), (33, 17), (1, 9), (130, 3), (48, 8)])
 def test_experts_of_few_rows_with_a_transposed_weight(target, dtype, din, dout):
-    """Columns of the weights are contiguous. C++ then computes dot products for up to 4 rows of an expert."""
+    """Columns of the weights are contiguous. For up to 4 rows of an expert C++ may then compute dot products."""
     if backends.unsupported(target.backend, "grouped_gemm", target.device, dtype) is not None:
         pytest.skip(f"{target.id} does not take {dtype}")
     offsets = torch.tensor([0, 1, 1, 5, 10, 12], dtype=torch.int32, device=target.device)

@@ -18,8 +18,8 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch):
-    """C++ multiplies large experts if each thread has an expert or 24 rows. If the processor has tiles for bfloat16
-    (AMX), torch.mm multiplies large experts in bfloat16."""
+    """C++ multiplies large experts if there is an expert, or there are 24 rows, for each thread. tiles: as if the
+    processor had AMX, with which torch multiplies large experts in bfloat16."""
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     for dtype, size, rows, count, expected in (
         (torch.float32, (1, 2048, 2048), 48, 2, True),
@@ -59,7 +59,7 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_tanh_is_at_most_one(isa, monkeypatch):
-    """Without a limit, rounding would make tanh larger than 1 for some numbers from 8.14 to 8.27."""
+    """If C++ did not limit results to 1, rounding would make tanh larger than 1 for some x from 8.14 to 8.28."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     first, last = torch.tensor([8.14, 8.28]).view(torch.int32).tolist()
     x = torch.arange(first, last, dtype=torch.int32).view(torch.float32)[:, None]
@@ -71,8 +71,8 @@ def test_tanh_is_at_most_one(isa, monkeypatch):
 @pytest.mark.parametrize("dout", [512, 160, 33])  # C++ multiplies panels of columns; the last may be partial
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """A row of the product, or of the weight's gradient, has the same bits for any number of rows. C++ reads the weight
-    in place for few rows and packs it for many, and multiplies 1, 2, 4 or 6 rows at a time."""
+    """A row of the product, or of the weight's gradient, has the same bits for any number of rows, although
+    C++ multiplies 1, 2, 4 or 6 rows at a time."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -137,7 +137,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     if transposed:  # gaps between columns as well
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
-    # This call fills the kernel's scratch memory with NaN, also where the next call writes copies of rows.
+    # This call leaves NaN in the scratch memory into which the next call may copy rows.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
@@ -149,7 +149,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
 
 
 def test_subnormal_bfloat16_is_rounded_as_anything_else():
-    """The processor's instruction that converts float32 to bfloat16 reads subnormal numbers as zero."""
+    """AVX-512's instruction that converts float32 to bfloat16 reads subnormal numbers as zero."""
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
@@ -179,7 +179,7 @@ def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
-    """Products by torch.mm, in float32; with `tiles`, as on a processor with AMX, bfloat16 is not converted."""
+    """torch multiplies, 16-bit operands in float32; with `tiles`, as on a processor with AMX, bfloat16 in bfloat16."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     target = Target("cpu", "cpu", "cpu")

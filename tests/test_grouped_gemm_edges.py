@@ -26,7 +26,8 @@ def assert_equal_but_for_rounding(got: torch.Tensor, expected: torch.Tensor) -> 
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero(target, activation):
-    """With pre-activations of 0 the gradient to x is the activation's slope at 0 times the sum of a row of weights."""
+    """With pre-activations of 0 and output gradients of 1, each element of the gradient to x is the sum of a row of the
+    weight times the activation's slope at 0."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
     leaves = {"x": torch.zeros(3, 16, device=device, dtype=dtype)}
@@ -40,7 +41,7 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
-    # relu has slope 0 for x <= 0, else 1, so 1 at NaN.
+    # At NaN the slope is the reference's.
     leaves["x"][0, 3] = math.nan
     got, expected = (
         results(
@@ -57,7 +58,7 @@ def test_slopes_at_zero(target, activation):
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
-    """expert_mlp and expert_norms share a backward kernel, which grouped_gemm does not have."""
+    """expert_mlp and expert_norms use the kernel expert_mlp_bwd_hidden, where grouped_gemm uses activation_bwd."""
     if target.compiles and activation in ("gelu", "silu"):
         pytest.skip("slopes of gelu and silu are continuous at 0; other tests run these kernels")
     dtype = finest(target)
@@ -75,7 +76,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
-    # relu keeps a NaN, which is not below 0, and has slope 1 there: its gradient to x is finite.
+    # relu of NaN is NaN, and kernels take 1 as its slope: only with relu is the gradient to x finite.
     broken = int(kept.argmax())
     leaves["x"][broken] = math.nan
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
@@ -97,7 +98,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
-    """Rows of an expert, columns and terms of a sum each take several tiles, the last one partial."""
+    """GPU kernels have a partial last tile on each axis: rows of an expert, columns and terms of a sum."""
     if target.compiles and gathered == (activation == "gelu"):
         pytest.skip("Triton compiles two cases: gelu without a gather, swiglu with it")
     dtype = finest(target)
@@ -109,11 +110,11 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
-    """rows, weights, bias and gradient have NaN on all sides; most widths are no multiple of 16 bytes."""
+    """x, weight, bias and the output gradient have NaN on all sides; some widths are no multiple of 16 bytes."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
-        sizes = sizes[transposed::2]  # Triton compiles kernels for each size
+        sizes = sizes[transposed::2]  # to save compilations
     for din, dout in sizes:
         leaves = {
             "x": torch.randn(40, din, device=device).to(dtype),
@@ -145,7 +146,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("activation", ["gelu", None])  # None: products read the given gradient
+@pytest.mark.parametrize("activation", ["gelu", None])  # None: products in backward read the output gradient itself
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
     """Results agree within rounding if the start or a stride of one operand rules out accesses of 16 bytes."""
@@ -169,9 +170,9 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """Results agree with those of plain copies within rounding. contiguous: b_in and b_out start an element later.
-    aligned gradient: rows of the gradient start at multiples of 16 bytes; on CUDA (bfloat16) the second row of b_out
-    does not."""
+    """Results agree within rounding with those of aligned, contiguous operands. contiguous: b_in and b_out start one
+    element after a multiple of 16 bytes. aligned gradient: rows of the output gradient start at multiples of 16 bytes;
+    on CUDA (bfloat16) the second row of b_out does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
@@ -198,7 +199,7 @@ def test_operands_far_apart(target, apart):
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
     # A gated activation reads two columns of an expert at a time.
     activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
-    din = 80 if apart == "rows of an expert" else 16  # 80: several steps of a kernel's loop over Din
+    din = 80 if apart == "rows of an expert" else 16  # 80: a kernel's loop over Din takes several steps
     x, grad = torch.randn(20, din, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, din, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
@@ -246,8 +247,8 @@ def test_gathered_rows_far_apart(target):
 
 
 def test_the_search_for_an_expert_takes_several_rounds(target, monkeypatch):
-    """A tile's expert is found in the offsets: by CUDA in rounds of 32 comparisons, by Triton by bisection from
-    E = MAX_BLOCK_E on. With 70 experts both take at least two rounds."""
+    """Kernels search the offsets for the expert of a tile: CUDA in rounds of 32 comparisons, Triton by bisection from
+    E = MAX_BLOCK_E on (here 8). With 70 experts both take at least two rounds."""
     if target.backend == "triton":
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
