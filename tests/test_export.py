@@ -1,4 +1,5 @@
-"""torch.export and AOTInductor with a dynamic number of tokens: both give the results of the layer of experts."""
+"""Layers of experts exported by torch.export, and one packaged by AOTInductor, give the original layer's results, also
+for other numbers of tokens."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_no_token_is_a_batch_too(make):
     assert out.y.shape == (0, D)
     assert out.gates[0].gates.shape == (0, layer.gate.num_experts)
     (out.y.sum() + out.loss).backward()
-    if not isinstance(layer.gate, mnn.PermutedGate):  # its loss, an entropy, does not depend on the batch
+    if not isinstance(layer.gate, mnn.PermutedGate):  # its loss does not depend on the batch
         assert out.loss == 0
     for name, value in out.statistics.items():
         assert value.isfinite().all(), name
@@ -206,7 +206,7 @@ def test_two_forwards_before_a_backward(make):
     """Two forward passes before two backward passes, as in THOR, give the gradients of two separate passes."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
-        layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another temperature
+        layer.gate.search.step = layer.gate.search.steps  # stage two; in stage one each forward has another temperature
     if isinstance(layer.gate, mnn.XMoEGate):
         layer(*tokens())  # with score "code", the first forward pass scales the embeddings
     twin, (x, ids) = copy.deepcopy(layer), tokens()

@@ -272,7 +272,7 @@ def test_tanh_saturates_at_one(target):
 
 
 def test_tanh_keeps_the_digits_of_small_numbers(target):
-    """Relative errors are small. Computed from exp(2 x), which is near 1, tanh(1e-4) would have only three digits."""
+    """Relative errors are small. Computed from exp(2 x), which is near 1, tanh(1e-4) would have about three digits."""
     dtype = finest(target)
     x = torch.logspace(-6, 0, 61).to(dtype)
     rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
@@ -283,8 +283,8 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """Errors are small relative to the value; 1e-6 more is allowed on the CPU. For x < -6 gelu(x) is not 0, although
-    1 + erf(x / sqrt(2)) is 0 in float32."""
+    """Errors are small relative to the value; 1e-6 more is allowed on the CPU. For x from -12 to -6 gelu(x) is not
+    0, although 1 + erf(x / sqrt(2)) is 0 in float32."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     ends = torch.tensor([200, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.linspace(-12, 12, 997), ends]).to(dtype)

@@ -1,4 +1,4 @@
-"""grouped_gemm on the CPU: the choice between products by C++ and by torch.mm, and the results of both."""
+"""grouped_gemm on the CPU: the choice between products by C++ and by torch, and the results of both."""
 
 from __future__ import annotations
 
