@@ -1,4 +1,4 @@
-"""Recipes of papers 001 to 004 do what the papers say: blocks with experts, reported measures, ablations."""
+"""Recipes of papers 001 to 004: which blocks have experts, and which measures an evaluation reports."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def blocks_with_experts(side, **changed):
 @pytest.mark.parametrize(
     ("side", "changed", "blocks"),
     [
-        ("vmoe", {}, [3, 5]),  # the last two of every second block (1, 3, 5): V-MoE's "last-2"
+        ("vmoe", {}, [3, 5]),  # V-MoE's "last-2": the last two of blocks 1, 3 and 5
         ("e3", {}, [3, 5]),
-        ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2"
+        ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2": every second block
         ("bpr", {"moe_every": 1, "moe_layers": 1}, [5]),
         ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # the sparse ViT of paper 002
         ("token_choice", {"moe_layers": 0}, []),
@@ -47,11 +47,11 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
-    assert sparse <= matched < 1.2 * sparse  # the width is a multiple of 2, the number of heads
+    assert sparse <= matched < 1.2 * sparse  # matched becomes wider in steps of 2, the number of heads
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
-    """With a capacity for 30 % of the choices, batch prioritized routing keeps the tokens with large weights."""
+    """At capacity factor 0.3 bpr (batch prioritized routing) keeps first choices of a larger mean weight than vmoe."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
@@ -66,7 +66,7 @@ def test_priority_matters_with_two_choices_of_v_moe():
 
 
 def test_experts_can_be_switched_off_in_evaluation():
-    """As in paper 002, Table 5: without experts, only the residual connections around the layers remain."""
+    """As in paper 002, Table 5: a layer without its experts adds nothing to the residual connection."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
     found = run.evaluate()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_an_evaluation_takes_one_forward():
 
 
 def test_the_entropy_of_routers_is_that_of_their_softmax(text):
-    """The entropy of each layer and their mean, as in paper 004, C.5; also for a sparse gate."""
+    """The entropy of each layer's router, and its mean over the layers, as in paper 004, appendix C.5."""
     for side in ("smoe", "xmoe", "stable", "hyper", "compete"):
         recipe = CompeteSMoE(sides=(side,), dim=16, hidden=12, depth=2, heads=2, length=12, experts=4, choose="last")
         run = Run(recipe, 0, recipe.splits(text))
@@ -138,7 +138,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf; the predictions are the same."""
+    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf; the measures agree."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
@@ -150,8 +150,8 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     (descent, few), (dense, many) = found
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
-    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of one task that the path saves
-    combine = 2 * 256 * (16 - 2)  # likewise: 16 rows of width 256 a token, or one for each of two tasks
+    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of a sample that route=True saves in one task's gate
+    combine = 2 * 256 * (16 - 2)  # and in its sum of 16 experts' outputs; route=True sums 2, one of each task
     assert many - few == 2 * (gate + combine)
 
 
@@ -169,7 +169,7 @@ def test_movielens_reports_the_area_under_the_curve_of_who_watches():
 
 
 def test_the_heat_map_of_a_dense_gate_shows_its_weights():
-    """The map shows means of weights: every token uses every expert, so all shares of tokens would be 1."""
+    """The map shows mean weights, since shares would all be 1: every token uses every expert."""
     run, _ = blocks_with_experts("softmax", depth=1)
     (layer,) = comparison.token_maps(run)
     run.task.model.eval()

@@ -48,7 +48,7 @@ def test_a_call_sees_announced_buffers_only() -> None:
     module.announce(x)
     with pytest.raises(RuntimeError, match="none of the announced buffers"):
         module.rotate(0, x.data_ptr(), y.data_ptr(), 1, 32, 0)
-    wide = torch.ones(2, 200)[:, :32]  # a strided view: its last row ends at element 232
+    wide = torch.ones(2, 200)[:, :32]  # a strided view: its last row ends before element 232
     module.announce(wide, y)
     with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         module.rotate(0, wide.data_ptr() + 4 * 204, y.data_ptr(), 1, 32, 0)

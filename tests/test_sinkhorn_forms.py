@@ -1,4 +1,4 @@
-"""The kernels that work on a matrix in sinkhorn, and their instructions, counted while tests/ptx executes the PTX."""
+"""Which kernels of sinkhorn solve a matrix: counts of the instructions that they execute in tests/ptx."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend(request):
 
 
 def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Kernel -> warp instructions: kernels that scale exp(scores / tau) by vectors, then those with logarithms."""
+    """Warp instructions by kernel: of the kernels that scale exp(scores / tau), then of those with logarithms."""
     scaled, logarithmic = {}, {}
     for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
         counted = counters.count(result)
@@ -35,7 +35,7 @@ def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("n", [4, 16])
 def test_each_matrix_is_worked_on_by_one_form(backend, n):
-    """At tau = 1 the kernels with logarithms return at once, at 1e-4 those that scale by vectors."""
+    """At tau = 1 the kernels that scale solve all matrices and the others return early; at tau = 1e-4 the reverse."""
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
     assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
@@ -49,7 +49,7 @@ def test_a_solve_that_changes_nothing_ends(backend):
 
 
 def test_any_order_and_any_error_of_approximate_instructions(backend):
-    """The gradient has the same bits, as backward does not use approximate instructions at tau = 1."""
+    """The seed draws the order of warps and the errors of approximate instructions. No seed may change the gradient."""
     scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
     for seed in range(1, 7):
         with session.seed(seed):

@@ -17,16 +17,17 @@ OP = "sinkhorn"
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """Values of n for every layout of a matrix: in one vector lane or along lanes, in a warp, a block, memory."""
+    """Values of n at which kernels keep a matrix in different places: on a CPU in one lane of a vector or along lanes,
+    on a GPU in a thread, a warp, a block, or memory."""
     if target.compiles:
-        return (3, 12, 40, 70)  # few, as another tile compiles kernels again
+        return (3, 12, 40, 70)  # few: Triton compiles its kernels again for each tile size
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
 def both(
     target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, place_grad=None, **settings
 ):
-    """p and the gradients on the target, then by the definition in float64. place, place_grad: copy scores and grad."""
+    """(p, *gradients) on the target, then by the definition in float64. place, place_grad: copy the scores and grad."""
     found = []
     for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
         put, put_grad = (place, place_grad or place) if backend == target.backend else (torch.clone, torch.clone)
@@ -45,15 +46,15 @@ def assert_same(found, what: object, atol: float = 2e-6) -> None:
 
 
 def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prescribed sums of rows and of columns, each about `total`; rows and columns add up to the same."""
+    """Prescribed sums of rows and of columns, each about `total`. All row sums add up to as much as all column sums."""
     rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
     return rows, columns * (rows.sum() / columns.sum())
 
 
 @functools.cache
 def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Scores, sums and a tolerance, cached for all targets. With `total` times this tolerance the result would differ
-    by more than rounding."""
+    """Scores and sums, and a tolerance. A kernel that compared ratios of sums would in effect have `total` times this
+    tolerance, and a result that differs by more than rounding."""
     leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
 
     def stopped(tolerance):
@@ -94,8 +95,8 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 
 @pytest.mark.parametrize(("tau", "factor"), [(0.5, 1.0), (2.0, 4.0)])
 def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
-    """The gradient is that of exp(scores / tau). With factor 4 each sum is a quarter of the prescribed one: off by 0.75
-    of it, within the tolerance; the logarithms differ by 1.39."""
+    """The gradient is that of exp(scores / tau). With factor 4 each sum of exp(scores / tau) is a quarter of the
+    prescribed one, which is within the tolerance."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": factor * p.sum(-1), "columns": factor * p.sum(-2)}
@@ -110,8 +111,8 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_sums_of_annealed_iterations(target, iterations):
-    """The first of three iterations is at four times the last temperature: without the factor 4 its gradients would be
-    wrong. Two iterations are at the first and the last temperature, a single one at the last."""
+    """Temperatures: 0.5; 2 and 0.5; 2, 1 and 0.5. What an iteration adds to the gradients of sums has the factor
+    temperature / 0.5."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
@@ -119,7 +120,7 @@ def test_sums_of_annealed_iterations(target, iterations):
         assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
 
 
-# (n, batch): for most n more matrices than a Triton program or a CUDA block holds.
+# (n, batch): more matrices than a CUDA block holds and, except at n = 1, than a Triton program holds.
 BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (64, 3))
 
 
@@ -145,15 +146,15 @@ def test_one_iteration(target, settings):
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
-    """NaN on all sides; rows of a matrix, or matrices, far apart; for CUDA also unaligned rows and matrices."""
+    """NaN surrounds the matrices, or rows or matrices are far apart; for CUDA rows or matrices are also unaligned."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: offsets pass 2^31, not 2^32
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: row 8 is at offset 2^31
     if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.compiles and (n == 3 or (with_sums and n == 70)):
-            continue  # n = 12 computes addresses as 3 does; for sums, which are separate arrays, 12 is enough
+            continue  # n = 3 computes addresses as n = 12 does; n = 70 the same with sums as without
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:
@@ -180,7 +181,7 @@ def test_sums_of_several_batch_dimensions_and_of_any_strides(target):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_sums_are_not_rounded_to_the_dtype_of_the_scores(backend):
-    """bfloat16 rounds 259 to 260, and 260 / 5 to another number than 259 / 5."""
+    """bfloat16 rounds 259 to 260, which would give 260 / 5 = 52. The nearest bfloat16 of 259 / 5 is 51.75."""
     sums = torch.full((5,), 259.0)
     p = mk.sinkhorn(torch.zeros(5, 5, dtype=torch.bfloat16), 2, rows=sums, columns=sums, backend=backend)
     assert torch.equal(p, torch.full_like(p, 51.75))
@@ -203,8 +204,7 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may hold zeros for a matrix with a NaN; their exponentials, all 1, have the prescribed sums n. n = 64 has
-    no padding."""
+    """Kernels may replace a matrix with a NaN by zeros. As exp(0) = 1, its sums would then be the prescribed n."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)
         scores[1, 3, 2] = math.nan
@@ -218,7 +218,7 @@ def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
 
 
 def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
-    """18 matrices are more than a CPU's vector has lanes, and more than a Triton program of the backward holds."""
+    """18 matrices are more than a CPU vector has lanes, and more than a program of Triton's backward kernel holds."""
     scores = torch.randn(18, 3, 3, device=target.device)
     scores[1, 1, 2] = math.nan
     sums = [torch.ones(18, 3, device=target.device, requires_grad=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""MoEBERT's split: importance against gradients of each sample, neurons by hand, outputs of experts, distillation."""
+"""MoEBERT's split of a layer into experts: importance of neurons, neurons and outputs of an expert, distillation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_importance_without_gradients_is_an_error():
 
 
 def test_neurons_by_hand():
-    importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # from the most important on: 1 6 3 4 2 5 0
+    importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # neurons by falling importance: 1 6 3 4 2 5 0
     assert [each.tolist() for each in split_neurons(importance, 2, 4, 2)] == [[1, 6, 3, 2], [1, 6, 4, 5]]
     assert [each.tolist() for each in split_neurons(importance, 2, 5, 2)] == [[1, 6, 3, 2, 0], [1, 6, 4, 5]]
     with pytest.raises(ValueError, match="split_neurons: share"):

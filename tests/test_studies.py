@@ -1,4 +1,4 @@
-"""Studies of COMET (paper 000) and its permutations (paper 001): counts by hand for small networks, output files."""
+"""The studies of paper 000 (similarity, utilisation) and of paper 001 (permutation, search), on small data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(path):
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
-    """Similar inputs have similar masks; all masks of a dense network are equal."""
+    """The more similar two inputs are, the more similar are their masks. All masks of a dense network are equal."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
     assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
@@ -102,7 +102,7 @@ def test_a_study_that_cannot_start_explains_why(capsys):
 
 @pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
 def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
-    """The sum of a permutation's costs, divided by the 80 training examples, is the loss with the permuted table."""
+    """The sum of a permutation's costs, divided by the 80 training examples, is the loss with the table permuted."""
     points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
     *ids_and_watched, stars = points.train
@@ -146,7 +146,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
         for _ in range(2):
             search.permutation()
         found.append(search.distance.item() < 1e-3)
-        if schedule == "wide":  # the permutation is the best one
+        if schedule == "wide":  # the permutation has the largest sum of scores
             _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
             assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
     assert sum(found) == (30 if schedule == "wide" else 0)
@@ -172,5 +172,5 @@ def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
     rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
     assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
     found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
-    # If two of four trials are drawn, the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
+    # Of the 6 pairs of the four trials, the first trial is the best of 3, the second of 2, the third of 1.
     assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

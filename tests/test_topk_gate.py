@@ -41,7 +41,7 @@ ROWS = {
 
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
-    """Pairs (T, E). CUDA reads four logits at once if E is a multiple of 4."""
+    """Pairs (T, E). CUDA can read four logits at once if E is a multiple of 4."""
     return ((3, 1), (3, 33), (3, 36)) if target.executed else ((0, 5), (3, 1), (5, 32), (9, 33))
 
 
@@ -68,7 +68,7 @@ def assert_near(got, same_dtype, exact, floor: float) -> None:
 def test_choices_weights_and_gradients(target, kind, dtype, order):
     floor = (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps
     if target.compiles and (dtype, order) in zip(DTYPES[1:], ORDERS, strict=True):
-        pytest.skip("the gate computes in float32: each 16-bit dtype has one order, float32 has both")
+        pytest.skip("Triton's gate computes in float32: each 16-bit dtype is tested with one order, float32 with both")
     for tokens, num_experts in sizes(target):
         logits = ROWS[kind](tokens, num_experts).to(dtype).to(target.device)
         for k in sorted({1, min(3, num_experts), num_experts}):
@@ -84,8 +84,8 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
 
-# (T, E, K). T is no multiple of the 4 tokens of a CUDA block. CUDA has kernels for E up to 128, 256, 1024, and above. A
-# warp has 32 lanes: K is 32, or 33. The CPU selects up to 256 choices one by one, but not 300.
+# (T, E, K). T is no multiple of 4, the tokens of a CUDA block. CUDA has a kernel for E up to 128, one up to 256, one up
+# to 1024, and one for larger E. A warp has 32 lanes. For K above 256 the CPU sorts.
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
@@ -210,7 +210,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_at_large_logits(target, order):
-    """Gradients are as accurate as at small logits. A saved logsumexp would fail: at 1e8 float32 rounds log 2 away."""
+    """Gradients are as accurate as at small logits. A saved logsumexp would fail: 1e8 + log 2 is 1e8 in float32."""
     for size in (1e3, 1e5, 1e8):
         logits = torch.tensor([[size, size, 0.0], [size, 0.5 * size, size]], device=target.device)
         grad = torch.tensor([[1.0], [1.0]], device=target.device)
@@ -221,8 +221,8 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """If the gradient of a weight is infinite, the gradients of its token's logits ("softmax_topk": of all, else of the
-    chosen ones) are infinite or NaN."""
+    """An infinite gradient of one weight makes gradients of its token's logits infinite or NaN: with "softmax_topk" of
+    all logits, with "topk_softmax" of the chosen ones."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

@@ -84,7 +84,7 @@ def test_flops_of_a_layer_are_counted_once():
 
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_was_exported_without_gradients_has_them(call):
-    """The exported forward pass saves nothing, so backward must repeat this pass."""
+    """An operator exported under no_grad computes nothing for backward alone, so backward must do that itself."""
     f = (ROWS | OTHERS)[call]
 
     class Module(nn.Module):
