@@ -16,7 +16,7 @@ T, D, E = 12, 8, 4
 
 
 def trained(layer, again: bool, steps: int = 5):
-    """A copy of the layer after `steps` forward and backward passes on different tokens; the gradients of each pass."""
+    """A copy of the layer after `steps` forward and backward passes on different tokens, and each pass's gradients."""
     layer, found = copy.deepcopy(layer), []
     for step in range(steps):
         torch.manual_seed(step)

@@ -1,4 +1,4 @@
-"""tests/simt, which runs CUDA sources under sanitizers on the CPU, finds planted bugs and passes a right kernel."""
+"""tests/simt, which runs CUDA sources under sanitizers on the CPU, finds planted bugs and accepts a correct kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotated(bug: int, n: int) -> bool:
     return torch.equal(y, x.roll(-1, 1))
 
 
-# Bugs of simt/planted/ops.h: number, a row length with which the bug shows, part of the error.
+# Bugs of simt/planted/ops.h: number, a row length at which the bug shows, part of the error.
 BUGS = {
     "shared overrun": (1, 24, r"heap-buffer-overflow.*rotate.cu:"),
     "global overrun": (2, 24, r"heap-buffer-overflow.*rotate.cu:"),

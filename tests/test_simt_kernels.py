@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows that part of a warp, a warp, or a block of 64 or 1024 threads takes; consecutive, or apart and unaligned.
+    """Rows for part of a warp, a warp, or a block of 64 or 1024 threads; one behind another, or apart and unaligned.
     The longest do not fit in the registers of a block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]

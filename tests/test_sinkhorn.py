@@ -81,7 +81,7 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as in a new LocalSearch: scores / tau have a range of at most 10, 33, 100 and 500. Kernels that
+    """U(-0.05, 0.05), as in a new LocalSearch: scores / tau have ranges up to about 10, 33, 100, 500. Kernels that
     scale exp(scores / tau) take ranges below 60 if they compute in float32, below 300 in float64."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
@@ -297,7 +297,7 @@ def test_marginals_against_pot_and_gradcheck():
     for got, each, row in zip(p, scores, rows, strict=True):
         assert error(got, ot.sinkhorn(row, columns, -each, 0.5, numItermax=5000, stopThr=1e-14)) < 1e-9
     early = mk.sinkhorn(scores, 1, tau=0.05, rows=rows, columns=columns)
-    torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns are scaled last
+    torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns are normalised last
     leaves = [x.requires_grad_() for x in (scores, rows, columns)]
     fixed = {"rows": rows.detach(), "columns": columns.detach(), "tau": 1.0, "gradient": "implicit"}
     for backend in ("reference", None):  # None: the CPU's kernel, if it is built

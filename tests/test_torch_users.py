@@ -23,7 +23,7 @@ SQUARE, OFFSETS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0
 PLAN = mk.make_plan(torch.tensor([[0, 1], [1, 0], [0, 1], [1, 1]]), 2)
 BITS = pack_bits(torch.tensor([[True, False, True, False], [False, True, True, False]] * 2))
 
-# Calls on x (4, 4). torch.vmap takes those of ROWS.
+# Calls on x (4, 4). torch.vmap supports those of ROWS.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "kwta": lambda x: mk.kwta(x, 2),
     "kwta of ties": lambda x: 1 + mk.kwta(x.detach().round(), 2, values=x, ties="strict"),
