@@ -1,4 +1,4 @@
-"""`train`: the agreement check on planted faults, resuming, checkpoints, tuning, seeds, and output files."""
+"""`moe_kernels.train`: results, the check of a backend against the reference, resuming, tuning, wrong options."""
 
 import argparse
 import csv
@@ -73,7 +73,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
     assert sparse["metric"] == pytest.approx([sum(accuracies) / 2, abs(accuracies[0] - accuracies[1]) / math.sqrt(2)])
     routing, output = 12 * 24 + 24 * 24 * 2, 24 * 3
     assert standard["flops"] == 2 * (routing + output)
-    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 * 24 each: selection of neurons, masks
+    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 layers: selection, masks
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -123,7 +123,7 @@ def another_winner(original, *args):
 
 
 def all_of_a_sample(original, values, bits):
-    """In backward all neurons of the first sample are active."""
+    """In backward all neurons of the batch's first sample are active."""
     bits = bits.clone()
     bits[0] = -1
     return original(values, bits)
@@ -150,8 +150,7 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 class Edge(recipes.Recipe):
     """A hidden ReLU layer, then one of two experts: the one with the larger score.
 
-    The arguments of the ReLUs are 0 for sample 0, both scores are equal for sample 1. `off` is added to the argument of
-    neuron 0, `tie` to the score of expert 0, and the loss is multiplied by `scale`.
+    Up to rounding, the arguments of the ReLUs are 0 for sample 0, and the two scores are equal for sample 1.
     """
 
     off: float = recipes.option(0.0, "added to the argument of neuron 0")
@@ -197,12 +196,12 @@ def edge(**changed):
 
 @pytest.mark.parametrize("changed", [{"off": 3e-7}, {"off": -3e-7}, {"tie": 3e-7}, {"tie": -3e-7}], ids=str)
 def test_agreement_check_allows_kinks_and_ties(monkeypatch, changed):
-    """Rounding may cross the kink of a ReLU or change the choice between equal experts: both backends are correct."""
+    """Rounding may decide on which side of 0 a ReLU's argument is, or which of two equal scores is larger."""
     assert edge(**changed).passed
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "PAIRS", 0)
         found = [edge(**{name: sign * value for name, value in changed.items()}) for sign in (1, -1)]
-    assert not all(each.passed for each in found)  # without repetitions the check fails for one of the signs
+    assert not all(each.passed for each in found)  # without repetitions the check fails for at least one sign
 
 
 @pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
@@ -229,7 +228,7 @@ def test_the_reference_backend_has_no_agreement_check(arguments, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # 1 to 12: tuning; 13 to 18: seed 0; then seed 1
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # the first 12 steps tune, 6 have seed 0, the last 6 seed 1
 def test_a_resumed_run_equals_an_uninterrupted_one(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0
@@ -316,7 +315,7 @@ def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, mo
 
 
 def test_tuning_does_not_use_the_test_set(arguments, monkeypatch, tmp_path):
-    """The labels of the test set are wrong: a choice by test results would take the rate that learns nothing."""
+    """The test labels are wrong, so the learning rate 1e-9, which learns nothing, has the better test accuracy."""
     points = blobs(400)
     wrong = data.Images(**vars(points) | {"test_y": (points.test_y + 1) % 3})
     monkeypatch.setattr(train, "load", lambda name: wrong)

@@ -1,4 +1,4 @@
-"""Results of a training run: swept options, the reported evaluation, losses, FLOPs, pictures."""
+"""What `moe_kernels.train` reports: values of a swept option, the chosen evaluation, losses, FLOPs, pictures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch
 @pytest.mark.parametrize("steps", [None, 5])
 def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
     """At this learning rate the model becomes worse after some steps. The run stops two evaluations after the best one
-    and saves the model of the best one, also if it was interrupted."""
+    and saves the model of the best one, also if it is interrupted and resumed."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
     args = arguments(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)
@@ -102,7 +102,7 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     found = {run["side"]: (run["flops"], run["flops_known"]) for run in json.loads(path.read_text())["runs"]}
     routing = 2 * (12 * 24 + 24 * 24 * 2)
     assert found["standard"][0] == found["standard"][1]
-    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # the rest: k-winner-take-all
+    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # 3 * 24: of k-winner-take-all
     assert "with kept masks" in capsys.readouterr().out
 
 

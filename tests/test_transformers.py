@@ -1,4 +1,4 @@
-"""Small random models of transformers: results with experts implementation "moe_kernels" against those with "eager"."""
+"""Experts implementation "moe_kernels" against "eager" in small random models of the package transformers; routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS = {
         "output_router_logits": True,
     },
     "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
-    "olmoe": {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},  # square weights: 2 * 16 = 32
+    "olmoe": {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},  # square gate_up_proj: 2 * 16 = 32
     "deepseek_v3": {
         "intermediate_size": 48,
         "moe_intermediate_size": 24,
@@ -69,7 +69,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> n
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | CONFIGS[kind] | more))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():  # larger weights than initial ones, and nonzero biases of experts
+    with torch.no_grad():  # initial weights are small, and initial biases of experts are 0
         for parameter in model.parameters():
             if parameter.dim() != 1:
                 parameter.normal_(std=0.2)
@@ -190,13 +190,13 @@ def test_no_tokens(kind):
     assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: too large for one C++ call; each product is a call
+@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: too many for one C++ call, so the operator makes several
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)
     chosen, weights = routing(tokens, 4)
     chosen, x = chosen.masked_fill(torch.rand(tokens, 2) < 0.2, 4), torch.randn(tokens, 32, dtype=dtype)
-    chosen[:1, 1] = 2**32 + 1  # its lower 32 bits are expert 1
+    chosen[:1, 1] = 2**32 + 1  # no expert, although its lower 32 bits are 1
     with Operators() as seen, torch.no_grad():
         y = mk_transformers.experts_forward(experts, x, chosen, weights)
     with Operators() as also_seen:
@@ -401,7 +401,7 @@ def test_the_block_of_a_router_compiles_alone():
 
 def test_experts_that_do_not_run_fused_read_gate_weights_in_float32():
     experts, third = experts_of("nemotron_h").to(torch.bfloat16), torch.tensor(1 / 3)
-    weights = torch.stack([third, -third.bfloat16().float()]).expand(10, 2)  # their sum is 0 in bfloat16
+    weights = torch.stack([third, -third.bfloat16().float()]).expand(10, 2)  # in bfloat16 the two would cancel
     with Operators() as seen:
         y = mk_transformers.experts_forward(experts, torch.randn(10, 32), torch.ones(10, 2, dtype=torch.int64), weights)
     assert "combine_fwd" in seen.names

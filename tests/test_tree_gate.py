@@ -52,7 +52,7 @@ def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -
 
 
 def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: float, weigh=lambda p: p) -> list[float]:
-    """Eq. 3 of paper 001 for one token, in Python's floats. `weigh`: what a parity mode makes of a probability."""
+    """Eq. 3 of paper 001 for one token, in Python's floats. weigh(p) replaces p, as in a parity mode."""
     masses = [
         [weigh(p) * math.exp(a) for p, a in zip(leaves(s, gamma), row, strict=True)]
         for s, row in zip(split, leaf, strict=True)
@@ -73,7 +73,7 @@ def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True,
 
 
 def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
-    """Arguments with the pre-activations `split` (T, K, E-1) and `leaf` (T, K, E), which are weights of a one-hot x."""
+    """Arguments with the pre-activations `split` (T, K, E-1) and `leaf` (T, K, E) as weights; x is the identity."""
     eye = torch.eye(split.shape[0], dtype=split.dtype, device=split.device)
     return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
 
@@ -92,7 +92,7 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
     """gate_and_gradients of the reference with four orders of the columns of x and the weights.
 
-    Every order of a sum is valid, but near a node's clamp the errors of two orders may differ greatly.
+    The products sum over these columns. If a node is nearly saturated, the errors of two orders may differ greatly.
     """
     found = []
     for _ in range(4):
@@ -105,7 +105,7 @@ def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torc
 
 
 def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.Tensor, floor: float, what: object):
-    """Errors against float64 may be twice the references' largest one, plus `floor` times max(1, largest value)."""
+    """`got` may differ from `exact` by twice as much as `same_dtype`, plus `floor` times max(1, largest |exact|)."""
     assert got.isfinite().all(), what
     if exact.numel():
         size = max(1.0, float(exact.abs().max()))
@@ -114,8 +114,8 @@ def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
-    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. If only one
-    leaf is reached, its gate is exactly 1, also with the errors of PTX's .approx instructions."""
+    """Saturated nodes lead token i to leaf i alone. Then gate i is exactly 1, also with errors of PTX's .approx
+    instructions, which session.seed draws."""
     for experts in range(2, 18):
         split = torch.zeros(experts, 1, experts - 1)
         ids = []
@@ -163,7 +163,7 @@ def test_five_experts_by_hand(target):
         assert (gates[0].cpu().double() - expected).abs().max() < tolerance
         by_hand = torch.tensor([leaves(each, 1.0) for each in split], dtype=torch.float64)
         assert (probs[0].cpu().double() - by_hand).abs().max() < tolerance
-    # In the saturated tree the root goes left, and node 3 goes right.
+    # The last case: in SATURATED's first tree the root goes left, and node 3 goes right.
     h = step(-0.2, 1.0)
     assert probs[0, 0].tolist() == pytest.approx([0, h, 1 - h, 0, 0], abs=tolerance)
     assert probs[0, 0][[0, 3, 4]].eq(0).all()
@@ -174,9 +174,9 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     if target.executed:
         # On CUDA some of these take several blocks, the last one partial. 80 leaves have Triton's layout GROUPS.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
-        # CUDA keeps trees of 2^n leaves in registers: 8 to 1024 leaves forward, 32 to 512 backward. Forward it does so
-        # for other sizes too if rows are multiples of 16 bytes, but not for 260 and 520, where a lane would have leaves
-        # of two levels.
+        # CUDA keeps trees of 2^n leaves in registers: 8 to 1024 leaves forward, 32 to 512 backward. Forward, it also
+        # keeps trees of other sizes if rows are multiples of 16 bytes, but not of 260 and 520 leaves: a lane would have
+        # leaves of two levels.
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
         between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return (*few, *own, (2, 4, 1, 8), *between) if target.backend == "cuda" else few
@@ -193,12 +193,12 @@ def test_gates_and_gradients(target, dtype, parity):
         pytest.skip(reason)
     sizes = shapes(target)
     if target.compiles:
-        # Each size and dtype compiles two kernels. All compute in float32, and 16-bit dtypes only load and store in
-        # another way: each of them runs half of the sizes.
+        # Each size compiles two kernels for each dtype. Kernels for 16-bit dtypes compute in float32 too, and only
+        # load and store differently, so each of these dtypes runs half of the sizes.
         if parity is not None and dtype != torch.float32:
-            pytest.skip("the constants of a parity mode are float32 in every dtype")
+            pytest.skip("kernels use the constants of a parity mode in float32, whatever the dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
-    # Parity modes differ from the default by two constants.
+    # A parity mode changes only two constants, so it runs fewer sizes.
     for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size
@@ -212,7 +212,7 @@ def test_gates_and_gradients(target, dtype, parity):
         exact = gate_and_gradients(wide, grads, "reference", **settings)
         for name, each in got.items():
             assert each.dtype == dtype
-            # A gradient is a sum over nodes or tokens of terms with both signs.
+            # Gradients may err more: they are sums of terms of both signs.
             output = name in ("gates", "leaf_probs")
             of_dtype = [reference[name] for reference in same]
             assert_near(each, of_dtype, exact[name], floor if output else 3 * floor, (size, name))
@@ -260,7 +260,8 @@ def test_gradients_are_finite_at_every_scale(target):
 
 
 def test_next_to_the_clamp_with_everything_at_stake(target):
-    """Nodes one rounding from saturation lead to a leaf with a far larger logit. 0 times an overflow would be NaN."""
+    """Nodes are as near to saturation as float32 allows, and the leaf that is hardly reached has by far the largest
+    logit: an overflow times 0 would be NaN."""
     edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
     for experts in (2, 4, 8):  # leaf 0 has probability 3e-15, 7e-30, 2e-44
         split = torch.full((2, 1, experts - 1), edge, device=target.device)
@@ -270,7 +271,7 @@ def test_next_to_the_clamp_with_everything_at_stake(target):
         found = gate_and_gradients(identity(split, leaf), grads, target.backend, gamma=1.0)
         for name, each in found.items():
             assert each.isfinite().all(), (experts, name)
-        # Leaves of a probability below the smallest normal number, 1.2e-38, do not count.
+        # The softmax leaves out leaves whose probability is below the smallest normal number, 1.2e-38.
         assert found["gates"][:, 0].tolist() == [1.0, 1.0] if experts < 8 else [0.0, 0.0]
 
 
@@ -303,9 +304,9 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
 
 @pytest.mark.parametrize("experts", [5, 64])
 def test_gpu_kernels_round_their_results(target, experts):
-    """Kernels return gates and leaf probabilities in the dtype of x, without a cast in another kernel."""
+    """The operator returns gates and leaf probabilities in the dtype of x, so no other kernel needs to cast them."""
     if target.backend not in ("triton", "cuda"):
-        pytest.skip("on the CPU the kernels return float32, and torch rounds it")
+        pytest.skip("only GPU kernels round; C++ kernels return float32, which torch rounds")
     given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
     gates, leaf_probs, *_ = library.ops.tree_gate_fwd(*given, 1.0, "", target.backend)
     assert (gates.dtype, leaf_probs.dtype) == (torch.bfloat16, torch.bfloat16)
@@ -313,7 +314,7 @@ def test_gpu_kernels_round_their_results(target, experts):
 
 def test_views_are_read(target):
     arguments = drawn(6, 8, 2, 5, device=target.device)
-    shaped = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
+    shaped = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # last stride 2
     grads = torch.randn(5, 6, device=target.device).t(), torch.randn(5, 2, 6, device=target.device).permute(2, 1, 0)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
     for name, each in gate_and_gradients(shaped, grads, target.backend, gamma=1.0).items():
@@ -322,7 +323,7 @@ def test_views_are_read(target):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_products_and_tree_in_one_kernel(dtype):
-    """Triton's fused kernel for one tree of few experts; backward reads its logits."""
+    """Triton's fused forward kernel for one tree of up to 64 experts; backward reads the logits that it stores."""
     target = next(each for each in TARGETS if each.id == "triton")
     if reason := reason_to_skip(target, "tree_gate"):
         pytest.skip(reason)
@@ -344,13 +345,13 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
-    # A sum of 80 terms takes two steps. A read past the end of a row of x would find a NaN in the next row.
+    # A sum of 80 terms takes two steps. A read past the end of token 0 in x, or of leaf 3, would find a NaN.
     arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
     arguments["split_bias"][:, 0] = 50.0
-    arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # roots go left, the last leaf is right
+    arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # leaf 4 is right of the root, which goes left
     gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend="triton")
     assert gates.isfinite().all(1).tolist() == [True, False, True]
-    apart = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
+    apart = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # last stride 2
     again, _ = mk.tree_gate(**apart, gamma=1.0, backend="triton")
     torch.testing.assert_close(again, gates, rtol=0, atol=0, equal_nan=True)
     for kind, dim, trees, experts in ((dtype, 24, 1, 8), (dtype, 32, 2, 8), (dtype, 32, 1, 65), (DTYPES[0], 32, 1, 8)):

@@ -1,4 +1,4 @@
-"""tree_gate with extreme inputs: a single NaN or infinity, logits far from zero, leaves of tiny probability."""
+"""tree_gate with extreme inputs (NaN, infinity, logits far from zero, leaves of tiny probability), and with views."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ target = on_every_target("tree_gate")
 
 
 def assert_agrees(target: Target, arguments: dict[str, torch.Tensor], parity: str | None) -> None:
-    """Gates and gradients are those of the definition, for random gradients to gates and leaf probabilities."""
+    """Outputs and gradients are near the definition's, for random gradients to gates and leaf probabilities."""
     tokens, (trees, experts, _) = arguments["x"].shape[0], arguments["leaf_weight"].shape
     grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
     grads = tuple(each.to(target.device) for each in grads)
@@ -36,24 +36,24 @@ def assert_agrees(target: Target, arguments: dict[str, torch.Tensor], parity: st
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
-    """Padding and leaves of probability 0 must not enter the largest logit: a 0 would exceed logits near -200."""
+    """Padding must not enter the largest logit: with logits near -200, a 0 would make every exponential 0."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # sizes with kernels of test_tree_gate.py; a parity mode compiles two more for each size
+    if target.compiles:  # mostly sizes that test_tree_gate.py compiles; a parity mode compiles two kernels for each
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 40), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
         arguments = drawn(tokens, 4, trees, experts, device=target.device)
         arguments["leaf_bias"] += shift
-        arguments["split_bias"][:, 0] += 1.0  # mostly to the left: leaves on the right have probability 0
+        arguments["split_bias"][:, 0] += 1.0  # most roots then go left, and leaves on the right have probability 0
         assert_agrees(target, arguments, parity)
 
 
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
-    """NaN or infinity at each node and leaf, below roots near 0 and below saturated ones."""
+    """One node or leaf has the bias `value`, in trees with roots near 0 and in trees with saturated roots."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: a kernel that holds trees in registers
@@ -95,15 +95,15 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gates and gradients if node 1 has one of `probabilities`, and a leaf below has a large logit."""
+    """Checks gates and gradients: token i reaches node 1 with p = probabilities[i]; a leaf below has logit -log p."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
     # Of 32 leaves, 0, 8 and 16 are reached: the left-most ones below nodes 3, 4 and 2. The others have larger logits.
-    # CUDA has another kernel for 32 leaves; Triton would compile kernels again.
+    # CUDA has another kernel for 32 leaves than for 3. Triton runs 3 only, as it would have to compile for 32 as well.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # reaches node 1 with u^2 (3 - 2 u), u = distance
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # h = u^2 (3 - 2 u) for u = distance
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
@@ -144,7 +144,7 @@ def test_leaves_of_the_least_probability_that_counts(target, depth):
     split[..., 7] = 9.0 if depth == 5 else 0.0
     leaf[..., :2] = 0.0
     here = identity(split.to(target.device), leaf.to(target.device))
-    # GPU kernels sum weighted gradients before they scale: with 1e-5 the terms underflow.
+    # GPU kernels sum probability * gradient before they divide: with gradients of 1e-5 these products underflow.
     for size in (100.0, 1e-5) if target.backend == "cpu" else (100.0,):
         grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
         grads[0][0, :2] = size * torch.tensor([1.0, -0.5])
@@ -227,8 +227,8 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """With Triton, torch.mm computes float32 products, so that torch's settings decide about TF32. In bfloat16 a fused
-    kernel computes products and gate."""
+    """With Triton, torch.mm computes float32 products, so that torch's settings decide about TF32. In bfloat16, one
+    fused kernel computes the products and gates of this tree."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(

@@ -16,7 +16,7 @@ from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.verify import relative_error, threads
 
-GAMMA = 0.1  # saturates 93 % of the nodes of `drawn`, so that about half of a node's tokens reach a child
+GAMMA = 0.1  # saturates 93 % of the nodes of `drawn`: a child gets about half of its node's tokens
 
 pytestmark = pytest.mark.skipif(
     bool(backends.missing("cpu", "tree_gate")), reason=str(backends.missing("cpu", "tree_gate"))
@@ -39,18 +39,19 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and partial last levels; up to the largest number of branches. A branch is a subtree of at most 31
-# nodes and leaves, whose products are skipped together. The kernel takes up to 256 tokens of a branch at a time.
+# (T, P, K, E): full and partial last levels of trees; up to the largest number of branches. A branch is a subtree of at
+# most 31 nodes and leaves, whose products are skipped together. The kernel multiplies up to 256 of its tokens at once.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_products_are_those_that_tokens_reach(dtype, bias):
-    """Computed pre-activations and gradients are near the exact products; skipped ones change no bit of a gate."""
+    """Pre-activations and gradients are near the exact products. Pre-activations that were skipped change no bit of
+    gates and leaf probabilities if they are filled in."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
-        if bias:  # more tokens go left, so that more than 256 reach a branch if there are enough
+        if bias:  # more tokens go left, so that more than 256 of 515 reach a branch
             given["split_bias"][0, :2] += 0.5
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
@@ -82,9 +83,8 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
 
 
 def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
-    """Allows a rounding to got's dtype, and a rounding of each of `terms` terms in the dtype of the sum.
-
-    sizes: sums of the terms' magnitudes. Their roundings count twice, as in float64 `exact` has such an error too.
+    """Allows one rounding to got's dtype, and `terms` roundings of `sizes`, the sums of the terms' magnitudes, in the
+    compute dtype. The latter count twice, since in float64 the sums in `exact` are rounded too.
     """
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # subnormal numbers are evenly spaced
@@ -93,7 +93,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
 
 
 def test_gates_and_gradients_are_those_of_all_products():
-    """In float64, since nodes close to saturation magnify the rounding errors of products too much for float32."""
+    """In float64, because nodes close to saturation magnify the rounding errors of their products."""
     for tokens, dim, trees, experts in SIZES:
         arguments = {name: each.double() for name, each in drawn(tokens, dim, trees, experts).items()}
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
@@ -127,7 +127,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
 
 
 def test_tokens_that_were_not_asked_first():
-    """Every fourth token is sampled. Nodes are saturated only for these; the other tokens reach all leaves."""
+    """Every fourth token is sampled. Nodes are saturated for sampled tokens only; the others reach all leaves."""
     arguments = drawn(1024, 16, 2, 64, bias=False)
     arguments["x"][torch.arange(1024) % 4 != 0] *= 1e-3
     assert not passes_over(arguments, GAMMA)
@@ -146,7 +146,8 @@ def test_a_product_that_could_be_nan_is_made(name, value):
 
 
 def test_same_bits_whatever_the_threads_and_strides():
-    """Gradients of nodes above the branches are set to 0, as the order of the sums over them may depend on threads."""
+    """Gradients to nodes above the branches are set to 0, because the order of the sums with them may depend on the
+    number of threads."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])
@@ -167,7 +168,7 @@ def test_same_bits_whatever_the_threads_and_strides():
 
 
 def test_who_reaches_a_branch_is_read_where_it_stands():
-    """Backward passes a strided view of the pre-activations; a missed token would lose its gradient."""
+    """Backward passes a strided view of the pre-activations; a token that _reached missed would get no gradient."""
     top = torch.randn(90, 2, 63)[:, :, :3]
     strided, own = (tree_gate_products_cpu._reached(cpu, each, GAMMA, 1.0) for each in (top, top.contiguous()))
     assert torch.equal(strided.offsets, own.offsets)

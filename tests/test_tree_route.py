@@ -1,4 +1,4 @@
-"""tree_route: weights of the likeliest leaves, equal to tree_gate's for saturated trees; by hand; special values."""
+"""tree_route: the likeliest leaf of each tree; weights near tree_gate's gates if nodes are saturated; NaN; views."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def test_route_keeps_the_likeliest_leaf(target):
         assert (found.visited >= least.visited).all()
         assert (found.visited <= size[3] - 1).all()
         _, probs = mk.tree_gate(**arguments, gamma=3.0, backend="reference")
-        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: an earlier tree chose this leaf
+        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: an earlier tree chose this expert
         assert torch.equal(probs.gather(-1, kept[..., None])[..., 0], probs.amax(-1))
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[:, 0]))
 
 
 def test_route_by_hand(target):
-    """Three trees of four experts: the first and the last choose expert 2. Then one tree with four equal leaves."""
+    """Three trees of four experts: the first and the last choose expert 2. Then one tree, whose leaves are equally
+    likely."""
     split = torch.tensor([[[-9.0, 0.0, 9.0], [9.0, 9.0, 0.0], [-9.0, 0.0, 9.0]]], device=target.device)
     leaf = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]]], device=target.device)
     weights, chosen, found = mk.tree_route(**identity(split, leaf), gamma=1.0, statistics=True, backend=target.backend)
@@ -66,14 +67,14 @@ def test_route_by_hand(target):
     assert weights[0].tolist() == pytest.approx(expected, rel=1e-6)
     arguments = identity(split[:, :1] * 0, leaf[:, :1])
     weights, chosen, found = mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=target.backend)
-    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # the leftmost of equal leaves
+    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # the left-most leaf
     assert found.unsaturated.tolist() == [[True]]
     assert len(mk.tree_route(**arguments, gamma=1.0, backend=target.backend)) == 2
 
 
 def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
-    """Two leaves have the largest probability, 27/32 * 5/32. A search first meets the one below node 2
-    (right of the root), then leaf 0, which is left of the root and of node 1."""
+    """Leaves 0 and 16 have the largest probability, 27/32 * 5/32. A search in descending probability may meet leaf 16
+    first, as node 2, above it, is likelier than node 1, above leaf 0."""
     nodes = torch.zeros(31)
     nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
     for subtree in (3, 5):
@@ -104,8 +105,8 @@ def test_route_shows_nan(target):
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 5])
 def test_every_combination_of_nodes(target, experts):
-    """All combinations of nodes that go left with probability 1/2, 0.78 (not for 5 experts), 1 or 0, or are NaN: ties,
-    and NaN as likely as the best leaf."""
+    """All combinations of nodes that go left with probability 1/2, 0.78 (not for 5 experts), 1 or 0, or are NaN. Among
+    them are ties of leaves, and NaN nodes as likely as the best leaf."""
     values = (0.0, 0.2, 9.0, -9.0, NAN) if experts < 5 else (0.0, 9.0, -9.0, NAN)
     leaf = torch.randn(1, experts)
     for nodes in itertools.product(values, repeat=experts - 1):
@@ -150,7 +151,7 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
 
 
 def test_a_node_whose_smaller_share_rounding_hides_is_not_saturated(target):
-    """In float32 1 - 3e-10 rounds to 1, so the best leaf has the probability of its node."""
+    """In float32 1 - 3e-10 rounds to 1, so the best leaf is as likely as its parent."""
     split = torch.tensor([[[0.49999]], [[9.0]]], device=target.device)
     arguments = identity(split, torch.zeros(2, 1, 2, device=target.device))
     for backend in (target.backend, "reference"):
@@ -190,7 +191,7 @@ def test_of_tokens_without_elements_the_biases_decide(target):
 
 
 def test_a_nan_is_likelier_than_one_met_after_it(target):
-    """Nodes that are NaN have probability 0.56 and 0.28, the best leaf 0.44: the weight is NaN."""
+    """One NaN node has probability 0.56, more than the best leaf with 0.44, so the weight is NaN. Another has 0.28."""
     split = torch.tensor([[[0.04, NAN, 9.0, 0.0, 9.0, 9.0, 9.0, NAN]]], device=target.device)
     arguments = identity(split, torch.zeros(1, 1, 9, device=target.device))
     for backend in (target.backend, "reference"):

@@ -20,7 +20,6 @@ PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
         pytest.skip(reason)  # on a machine with a GPU, Triton takes no CPU tensors
-    # Launches from these modules are recorded, as operations share kernels.
     module = importlib.import_module(f"moe_kernels.backends.triton.{backends.file_of('triton', ops[0])}")
     launched = set()
     for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):
@@ -40,7 +39,7 @@ def test_every_kernel_is_launched(ops, monkeypatch):
 
 
 def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
-    """In the interpreter of Triton 3.6 a loop bound is an array, which numpy 2.4 refuses to convert."""
+    """In the interpreter of Triton 3.6 a loop bound is an array, which numpy 2.4 does not convert to an int."""
     from moe_kernels.backends import triton as kernels
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")

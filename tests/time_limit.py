@@ -26,7 +26,7 @@ def seconds(item: pytest.Item) -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STDERR] = os.dup(2)  # kept, as pytest replaces file descriptor 2 later
+    config.stash[STDERR] = os.dup(2)  # pytest later replaces file descriptor 2 to capture output
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

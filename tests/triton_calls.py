@@ -1,7 +1,7 @@
 """Calls whose Triton kernels are compiled ahead of time: every kernel, most of them in float32 and bfloat16.
 
-First come the calls that `bench predict` counts. Then come calls that compile to other code: few and many elements,
-sizes that are not multiples of 16, every class of tiles, gated products, float16, options that the bench does not use.
+First come the calls of bench/counting.py. Then come calls whose kernels compile to other code, because of few or many
+elements, sizes that are not multiples of 16, other tiles, gated products, float16, or options that the bench lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP32, BF16, FP16 = (torch.float32,), (torch.bfloat16,), (torch.float16,)
 
 
 class Call(NamedTuple):
-    """An operation of the bench on a shape."""
+    """A call of an operation with the bench's inputs."""
 
     entry: Entry
     op: str
@@ -80,7 +80,7 @@ def _more(
 
 
 def _variant(op: str, variant: str, forward: Callable[..., object]) -> tuple[str, Entry]:
-    """The bench's entry of an operation, with `forward` in place of its call."""
+    """A name, and a copy of the bench's entry of `op` that calls `forward` instead of the operation."""
     base = ENTRIES[op]
     calls = lambda backend: through_autograd(partial(forward, backend=backend), base.leaves, base.grad)  # noqa: E731
     return f"{op} {variant}", replace(base, kernel=calls)

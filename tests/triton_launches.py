@@ -40,8 +40,9 @@ class NoDevice:
 
 @contextlib.contextmanager
 def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
-    """Yields a list, to which each launch in the block adds its kernel, grid, options, the compiler's input (source,
-    key), and `compiles`: whether no earlier launch in the block needs the same compilation."""
+    """Yields a list, to which each launch of a Triton kernel in the block adds a dictionary: kernel (name), grid,
+    options, source (what Triton would compile), key (of Triton's cache), compiles (whether this kernel and key are new
+    in the block). Launches take CPU tensors."""
     launches: list[dict[str, Any]] = []
     known: set[tuple[str, str]] = set()
     run = JITFunction.run
