@@ -196,7 +196,7 @@ def edge(**changed):
 
 @pytest.mark.parametrize("changed", [{"off": 3e-7}, {"off": -3e-7}, {"tie": 3e-7}, {"tie": -3e-7}], ids=str)
 def test_agreement_check_allows_kinks_and_ties(monkeypatch, changed):
-    """Rounding may decide on which side of 0 a ReLU's argument is, or which of two equal scores is larger."""
+    """Rounding may decide on which side of 0 a ReLU's argument is, or which of two nearly equal scores is larger."""
     assert edge(**changed).passed
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "PAIRS", 0)

@@ -102,7 +102,7 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     found = {run["side"]: (run["flops"], run["flops_known"]) for run in json.loads(path.read_text())["runs"]}
     routing = 2 * (12 * 24 + 24 * 24 * 2)
     assert found["standard"][0] == found["standard"][1]
-    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # 3 * 24: of k-winner-take-all
+    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # 3 * 24 for k-winner-take-all
     assert "with kept masks" in capsys.readouterr().out
 
 

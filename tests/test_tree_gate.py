@@ -198,7 +198,7 @@ def test_gates_and_gradients(target, dtype, parity):
         if parity is not None and dtype != torch.float32:
             pytest.skip("kernels use the constants of a parity mode in float32, whatever the dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
-    # A parity mode changes only two constants, so it runs fewer sizes.
+    # A parity mode changes only two constants, so fewer sizes suffice.
     for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size

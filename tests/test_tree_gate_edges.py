@@ -95,7 +95,8 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gates and gradients: token i reaches node 1 with p = probabilities[i]; a leaf below has logit -log p."""
+    """Checks gates and gradients. Token i reaches node 1 with about p = probabilities[i]; a leaf below has the logit
+    -log p."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
@@ -103,7 +104,7 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     # CUDA has another kernel for 32 leaves than for 3. Triton runs 3 only, as it would have to compile for 32 as well.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # h = u^2 (3 - 2 u) for u = distance
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # node 1: u^2 (3 - 2 u), for u = distance
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()

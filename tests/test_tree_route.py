@@ -93,7 +93,7 @@ def test_route_shows_nan(target):
     arguments["x"][1, 2] = NAN
     arguments["leaf_bias"][1, 5] = NAN
     arguments["split_bias"][:, 0] = 50.0
-    arguments["split_bias"][:, 2] = NAN  # right of a root that goes left, so not read
+    arguments["split_bias"][:, 2] = NAN  # node 2 is right of the root, which goes left: no effect
     got = mk.tree_route(**arguments, gamma=1.0, backend=target.backend)
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     assert torch.equal(got[1], expected[1])
