@@ -122,7 +122,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Matrices of small and large range, with NaN, +inf or forbidden pairs have the same bits in a batch as alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
-    scores[2, 1, 0], scores[5, 2, 3] = NAN, INF
+    scores[1, 1, 0], scores[5, 2, 3] = NAN, INF
     scores[4, 0] = -INF
     scores[4, :, 1] = -INF
     scores = scores.to(target.device)
@@ -135,8 +135,8 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
 
     together = both(scores, grad)
     broken = together[0].isnan().flatten(1)
-    assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[2], [5]]
-    assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2], [5]]
+    assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[1], [5]]
+    assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[1], [5]]
     for i in range(7):
         # For Triton a batch of two copies, as it would compile kernels again for a batch of one.
         which = [i, i] if target.compiles else [i]
