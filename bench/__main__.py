@@ -32,7 +32,7 @@ from moe_kernels import info
 from moe_kernels.verify import KERNELS, OPERATIONS, Row, idle, verify
 
 app = typer.Typer(
-    help="Times the operations beside other implementations (peers), a copy and a matrix product; writes the results.",
+    help="Times the operations beside other implementations (peers) and the machine's limits; writes the results.",
     add_completion=False,
     no_args_is_help=True,
 )
@@ -63,7 +63,7 @@ Threads = Annotated[
     list[int] | None,
     typer.Option("--threads", help="CPU threads; repeat the option for several. Default: 1 and torch's number."),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", help="Sampling time of one measurement, at most.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Sampling time of one measurement; slow calls take more.")]
 ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="The set of shapes.")]
 
 
@@ -141,7 +141,7 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # the build and the report take more
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # without the build and the report
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
@@ -172,7 +172,7 @@ def profile_command(
     tools: Annotated[bool, typer.Option(help="On a GPU also run Nsight Compute and proton, if installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one call; prints each kernel's share of the time, and its time over the floor, the call's least time."""
+    """Traces a call; prints each kernel's share of the time, and its time as a multiple of the call's least time."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -200,7 +200,7 @@ def profile_command(
 def tiles_command(
     out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
 ) -> None:
-    """Times candidate tiles of Triton's grouped products at the shapes of set "aims". Takes minutes. Needs a GPU."""
+    """Times candidate tiles of Triton's grouped products, for minutes. Needs a GPU."""
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)
@@ -243,7 +243,7 @@ def report_command(
     out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
     readme: Annotated[bool, typer.Option("--readme", help="Only update README.md, from bench/results.")] = False,
 ) -> None:
-    """Writes report.md and report.html, and prints their tables of states and of ratios; or updates README.md."""
+    """Writes report.md and report.html; prints the ledger and ratios to PyTorch. With --readme: updates README.md."""
     if readme:
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")
@@ -301,7 +301,7 @@ def _request(
 
 
 def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Rows in the order of the operations, with their `checks.kernel_checks` (only for backends that run on a GPU)."""
+    """Rows in the order of the operations, with the verdicts of `checks.kernel_checks` ({} without a GPU)."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]

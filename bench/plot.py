@@ -101,7 +101,7 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """A bar for each kernel and peer: the range of the ratio over the shapes, with a tick at the upper median."""
+    """A bar for each measured call and peer: how many times as fast, from least to most over the shapes."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():

@@ -85,14 +85,14 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
 
 
 # (T, E, K). T is no multiple of 4, the tokens of a CUDA block. CUDA has a kernel for E up to 128, one up to 256, one up
-# to 1024, and one for larger E. A warp has 32 lanes. For K above 256 the CPU sorts.
+# to 1024, and one for larger E. A warp finds 32 choices at a time. For K above 256 the CPU sorts.
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
 def test_many_experts_choices_and_tokens(target, kind, order):
-    # Triton compiles kernels for each size and order, so with Triton each order has every second size.
+    # Triton without a GPU compiles kernels for each size and order, so there each order has every second size.
     for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
         grad = torch.randn(k, tokens, device=target.device).t()  # not contiguous in the last dimension

@@ -3,9 +3,9 @@
     m_i = 1 if x_i is among the k largest of its row, else 0            (paper 000, eq. 3)
     y   = m * values   (or m * x)                                        (paper 000, eqs. 6 and 8)
 
-x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m. Saved
-for backward: m, packed to one bit an element. A kernel does not sort: it finds the threshold by counting the elements
-at or above trial values.
+x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m.
+Kernels save m for backward, packed to one bit an element. They do not sort: they find the threshold by counting the
+elements at or above trial values.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
 
 
 def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """`kwta` of x and its mask as bits, from one selection: y (..., N), bits int32 (..., ceil(N / 32)).
+    """`kwta` of x and its mask as bits (kernels select once): y (..., N), bits int32 (..., ceil(N / 32)).
 
     Bit i of word w is element 32 w + i; bits past N are 0. `kwta_apply` applies the bits, for example if one mask is
     used for several tensors. Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable.

@@ -1,7 +1,7 @@
 """Routing plans: choices of tokens become rows, grouped by expert.
 
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
-    row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
+    row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets_e = sum of min(requests, capacity) before expert e
 
 A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
 choices, scan over these counts, and compute each request's row in a second pass. They sort T priorities, if given, but

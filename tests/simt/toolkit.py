@@ -1,4 +1,4 @@
-"""Finds CUDA here: headers and nvcc of an nvcc on PATH or of the nvidia-* wheels, other tools on PATH or in Triton."""
+"""Finds headers and nvcc in a CUDA toolkit on PATH or in the nvidia-* wheels, other tools on PATH or in Triton."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def find() -> Toolkit:
                 no_cuobjdump=no_cuobjdump,
             )
     wheels = "nvidia-cuda-{runtime,crt,cccl}"
-    reason = f"no CUDA headers: {', '.join(needed)} are neither with an nvcc on PATH nor in the wheels {wheels}"
+    reason = f"no CUDA headers: neither an nvcc on PATH nor the wheels {wheels} have all of {', '.join(needed)}"
     return Toolkit(missing=reason, no_nvcc=reason, no_cuobjdump=no_cuobjdump, cuobjdump=cuobjdump, nvdisasm=nvdisasm)

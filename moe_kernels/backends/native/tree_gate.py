@@ -1,4 +1,4 @@
-"""The tree gate, and tree_route, which chooses one leaf per tree: tree_gate and tree_route of csrc/cpu and cuda."""
+"""The tree gate, and tree_route, which chooses one leaf per tree, in C++ and CUDA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """(epsilon, least) of the softmax: epsilon is added to leaf probabilities; leaves below `least` are left out."""
+    """(epsilon, least) of the softmax: epsilon is added to leaf probabilities; leaves below `least` are left out. mode:
+    tree_gate's `parity`, "" for None."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 
@@ -44,7 +45,7 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = compute_dtype(leaf_logits.dtype)
-    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three arrays of all leaves, a heap, 2 * PAD elements.
+    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three arrays of all leaves, a heap with 2 * PAD spare.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)

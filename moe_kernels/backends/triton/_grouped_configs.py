@@ -1,11 +1,13 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
 The keys of TILES and ALTERNATIVES are a kernel and its inner loop: 80 for cp.async and mma.sync, 90 for wgmma, with
-tensor descriptors where possible. The sizes for 16-bit products were derived as follows, and not timed on a GPU.
+tensor descriptors where possible. Kernels "fwd" and "gated" multiply rows by weights, "weight" computes the weight's
+gradient, "hidden" the gradient of an expert MLP's hidden layer. The sizes for 16-bit products were derived as follows,
+and not timed on a GPU.
 
 sm_80: in one clock an SM does 1024 multiply-adds and can read 128 bytes of shared memory. If each warp computes 64 x 64
-results, the SM reads 64 bytes a clock; with 64 x 32 it would read 96. So four warps compute 128 x 128. Their buffers of
-48 KB leave room for more than one block in the 164 KB of an A100's SM.
+results, the SM reads 64 bytes a clock; with 64 x 32 it would read 96. So four warps compute 128 x 128. Their three
+buffers of 16 KB leave room for more than one block in the 164 KB of an A100's SM.
 sm_90: with wgmma of 64 x 256 x 16 an SM reads 80 of at most 128 bytes a clock; with 64 x 128 x 16 it would read 96. So
 the largest tiles are 128 x 256, by two warp groups, with four stages of 48 KB.
 float32 uses the smaller tiles of GENERAL: IEEE products run outside the tensor cores, and registers limit the tiles.
@@ -128,8 +130,8 @@ def choose_tiles(
     """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and a change of tiles
-    would compile another kernel. Larger tiles cost little: even with 128 rows an A100 needs less time for the products
-    of a 16-bit weight than to read the weight from memory.
+    would compile another kernel. Larger tiles cost little: an A100 multiplies a 16-bit weight by a tile of 128 rows
+    in less time than it takes to read the weight from memory.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
@@ -155,7 +157,7 @@ def activation_of(name: str) -> dict[str, Any]:
 def precision(dtype: torch.dtype) -> dict[str, Any]:
     """PRECISION of tl.dot. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit operands become float32."""
     matmul = torch.backends.cuda.matmul
-    # Older torch has only allow_tf32; newer torch raises an error if allow_tf32 is read after fp32_precision was set.
+    # Older torch has only allow_tf32; newer torch may raise if allow_tf32 is read after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     widen = triton.knobs.runtime.interpret and dtype != torch.float32
     return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}

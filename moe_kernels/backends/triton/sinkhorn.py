@@ -1,4 +1,4 @@
-"""Sinkhorn's iteration in Triton. Up to n = 64, or 32 in a backward with prescribed sums or a tolerance, a program
+"""Sinkhorn's iteration in Triton. Up to n = 64, or 32 in resident_bwd with prescribed sums or a tolerance, a program
 keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py). For larger n a program reads its
 matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
@@ -18,7 +18,7 @@ from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, residen
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
-RESIDENT = 64  # largest n in registers; half of it in a backward with prescribed sums or a tolerance
+RESIDENT = 64  # largest n in registers; half of it in resident_bwd with prescribed sums or a tolerance
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -124,7 +124,8 @@ def _launch_logarithms(
     sums: tuple[Tensor, ...],
     tolerance: float,
 ) -> None:
-    """Writes p or, if `history` is given, `history` and, with sums, each matrix's number of iterations to `counts`."""
+    """Writes p or, if given, `history`. counts: without sums the flags of _flags; with sums it receives each matrix's
+    number of iterations, if `history` is given."""
     batch, n, _ = scores.shape
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
     arguments = [

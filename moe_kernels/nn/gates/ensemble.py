@@ -54,7 +54,7 @@ class EnsembleGate(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
-        self.members = check_int("EnsembleGate", "members", members, 1, num_experts, "members that share E experts")
+        self.members = check_int("EnsembleGate", "members", members, 1, num_experts, "members, each with own experts")
         if num_experts % members:
             raise ValueError(f"EnsembleGate: members must divide {num_experts} experts, got {members}")
         self.k = check_int("EnsembleGate", "k", k, 1, num_experts // members, "choices among E / M experts")

@@ -1,4 +1,4 @@
-// Integer and bit operations, and predicates.
+// Integer and bit operations, and predicates. Either half of a lane's value may be undefined (Warp::undefined).
 #include <algorithm>
 #include <tuple>
 
@@ -21,7 +21,7 @@ Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   return Next::following;
 }
 
-// Bitwise operations: a half of the result is undefined if the same half of a source is.
+// and, or, xor: a half of the result is undefined if the same half of a source is.
 template <class F, class T>
 Next bitwise(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);

@@ -15,7 +15,7 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  // [a register's offset / 64]: a mask of the lanes whose value has an undefined lower half (bits 0-31 of the mask) or
+  // [a register's offset / 64, as a register has at least 64 bytes]: a mask of the lanes whose value has an undefined lower half (bits 0-31 of the mask) or
   // upper half (bits 32-63).
   u64* undefined = nullptr;
   u32 born = 0;              // lanes that exist: 32, in the last warp of a block possibly fewer
@@ -51,7 +51,7 @@ struct SharedWord {
   u32 same = 0;              // mask of the warps that wrote the present value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
-  u32 writing_lanes = 0;     // lanes that wrote it in the last write's instruction
+  u32 writing_lanes = 0;     // lanes that wrote it in the last write's instruction; of an atomic the last one
   u32 reading_lanes = 0;     // lanes of warp `reader` that read it while its clock was reader_clock
   u32 reader_clock = ~0u;
   u8 reader = 0;
@@ -122,14 +122,14 @@ struct Launch {
   bool failed = false;
   u32 origin = 0;            // index of the last instruction that introduced an undefined value, and why
   const char* origin_why = "";
-  std::vector<std::vector<GlobalWord>> written;  // by Range, then by word; a Range has no words before its first store
+  std::vector<std::vector<GlobalWord>> written;  // by Range, then by word; a Range without a store or atomic has no words
   // By address of an atomic with .release, .acquire or .acq_rel, then by block.
   std::unordered_map<u64, std::map<u32, Known>> released;
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
   // Reports an error; errors of equal instruction and format share a Finding. 1000 errors end the launch. lane: kLanes
-  // if the error is the whole warp's.
+  // for a read by the whole warp; other errors of a whole warp have lane 0.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
