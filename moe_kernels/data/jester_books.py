@@ -27,9 +27,9 @@ def find(file: Path) -> tuple[str, Path] | None:
 def load_jester(file: Path) -> Ratings:
     """jester_ratings.dat: user, joke and rating from -10 to 10, separated by blanks or tabs; ids from 1.
 
-    For every rating a row is added with a random joke that the user did not rate, with 0 as `watched` and rating.
-    A fixed random tenth of all rows is the test set. Users who rated 90 % of the jokes or more are left out: they have too few
-    unrated jokes to draw from. Recipes treat a rating of exactly 0 as missing.
+    For every rating a row is added with a random joke that the user did not rate, with 0 as `watched` and rating. A
+    fixed random tenth of all rows is the test set. Users who rated 90 % of the jokes or more are left out: they have
+    too few unrated jokes to draw from. Recipes treat a rating of exactly 0 as missing.
     """
     lines = [line.split() for line in read(file).splitlines() if line.strip()]
     try:
