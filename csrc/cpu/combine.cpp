@@ -13,7 +13,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 256;  // elements of a token computed at a time, so that their sums stay in the L1 cache
+constexpr int64_t kSpan = 256;  // elements of a token computed at a time
 
 template <class F>
 void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y, int64_t tokens,

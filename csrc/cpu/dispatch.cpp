@@ -1,5 +1,4 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py). All rows of a token are written one after
-// the other, so that the token is read from memory once.
+// Dispatch on the CPU (definition: python_ref/dispatch.py).
 
 #include "ops.h"
 

@@ -1,6 +1,5 @@
 // Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's
-// weight: one dot product for each row and column. PanelProduct (tiles.h) needs the weight transposed first. For one
-// row, dot products take 0.6 of the time of both steps (bfloat16, a weight of 512 x 2048) or 0.8 (float32, 256 x 1024).
+// weight: one dot product for each row and column.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kDotRows = 4;  // most rows of an expert for which dot products are used
-constexpr int kDots = 8;         // columns at a time: their independent sums hide the latency of additions
+constexpr int kDots = 8;         // columns at a time
 
 // to[c] = sum over k < depth of a[k] * columns[c * apart + k], for c < C. In: T or Bf16Pair (pairs.h).
 template <int C, class T, class In>

@@ -1,5 +1,5 @@
 // The expert MLP in one call: makes the routing plan if none is given, then calls grouped_gemm_fwd twice and
-// combine_fwd. For a few rows, the overhead of separate calls from Python took as long as the products.
+// combine_fwd.
 
 #include "ops.h"
 

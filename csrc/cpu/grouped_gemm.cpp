@@ -286,7 +286,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
       const int64_t t = token[r];
       if (t < 0) continue;
       T* const sum = sums + t * apart;
-      if (r + 1 < num_rows && token[r + 1] >= 0) {  // the hardware cannot predict the address of `next`
+      if (r + 1 < num_rows && token[r + 1] >= 0) {
         const T* next = sums + token[r + 1] * apart;
         for (int64_t j = 0; j < count; j += 64 / sizeof(T)) __builtin_prefetch(next + j, 1);
       }

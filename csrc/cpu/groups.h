@@ -12,8 +12,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Most rows of a Span. Packing a weight, once for each Span, takes as long as multiplying 10 to 20 rows.
-constexpr int64_t kSpan = 192;
+constexpr int64_t kSpan = 192;  // most rows of a Span
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
 
 // The share: how many of `rows` rows a thread takes at a time. It is `most` for one thread, else kMinRows to `most`.

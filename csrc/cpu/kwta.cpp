@@ -2,9 +2,8 @@
 //
 // A row is converted to integer keys that order as its values do. Its threshold, which separates the k largest keys, is
 // found by counting the keys at or above trial keys. The first trial comes from the row's mean and variance, the next
-// ones from interpolation or extrapolation, and after the first 8 trials from bisection. Rows of 100 to 16384 normally
-// distributed values take about 3 to 5 trials on average; any row takes at most 8 more trials than a key has bits. Up
-// to 32 rows are searched together: their trials are computed in vectors.
+// ones from interpolation or extrapolation, and after the first 8 trials from bisection. A row takes at most 8 more trials
+// than a key has bits. Up to 32 rows are searched together: their trials are computed in vectors.
 
 #include "ops.h"
 
@@ -25,7 +24,7 @@ namespace {
 // every pass over it.
 constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
-constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched: the hardware itself prefetches longer rows
+constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched
 constexpr int kRows = 32;             // most rows searched together: one bit of a uint32_t for each
 constexpr int64_t kSampledBlocks = 16;  // mean and variance come from fewer than 2 * kSampledBlocks blocks of 32 keys
 constexpr int kTrials = 8;            // trials before bisection, the first of them from mean and variance
@@ -47,8 +46,7 @@ struct Count {
   Key nearest;
 };
 
-// The least key[i] ^ flip that is at least `from`; if there is none, the greatest number of type Key. A function, as a
-// reduction into a variable captured by a lambda does not always vectorise.
+// The least key[i] ^ flip that is at least `from`; if there is none, the greatest number of type Key.
 template <class Key>
 Key least_from(const Key* key, int64_t n, Key from, Key flip) {
   Key least = std::numeric_limits<Key>::max();
@@ -131,8 +129,7 @@ class Keys {
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
     };
     convert(0, whole);
-    // The last elements are converted as a block of 32 that overlaps the block before it. One by one, they would take
-    // as long as all others of a short row.
+    // The last elements are converted as a block of 32 that overlaps the block before it.
     if (whole < count && whole > 0) {
       convert(count - kMaskBits, kMaskBits);
     } else {
@@ -251,7 +248,6 @@ void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   });
 }
 
-// Prefetches a row of the next block of rows: saves 4 to 6 % of the time for rows of 100 floats.
 template <class Key>
 void prefetch_row(const Key* row, int64_t n) {
   constexpr int64_t line = 64 / sizeof(Key);
@@ -327,7 +323,6 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // If n fits, the integers of the search are as wide as its floats, so that vectors of both have as many lanes.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -1,4 +1,4 @@
-// Comparisons and sums of float16 numbers. A 32-bit register holds two, and one instruction handles both.
+// Comparisons and sums of float16 numbers, two in a 32-bit word.
 #pragma once
 
 #include "moe/platform.cuh"

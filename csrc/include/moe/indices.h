@@ -1,4 +1,3 @@
-// Checks arrays of indices, so that a kernel can use them without further checks.
 #pragma once
 
 #include <cstdint>

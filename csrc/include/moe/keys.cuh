@@ -26,8 +26,8 @@ struct KeyOrder {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // Bit i of the result is 1 if element i of the four masks is all ones, else 0. In `bits`, one of the four bytes has
-  // bit i; __dp4a adds the bytes.
+  // Bit i of the result is 1 if element i of the four masks is all ones, else 0. Each bit of the result is set in at
+  // most one byte of `bits`, and __dp4a adds the bytes.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {
@@ -47,7 +47,7 @@ struct KeyOrder {
 };
 
 template <class T>
-struct Key;  // for float, __nv_bfloat16 and __half
+struct Key;
 
 template <>
 struct Key<float> : KeyOrder<32> {

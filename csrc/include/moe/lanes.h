@@ -46,8 +46,7 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // x + 0 would turn -0 into 0
 }
 
-// load_as and store_as convert between a Vec<T> and as many elements of type U as it has lanes. The intrinsics convert
-// a whole vector at once, where GCC may convert half a vector at a time.
+// load_as and store_as convert between a Vec<T> and as many elements of type U as it has lanes.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -132,8 +131,7 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x of normal x, with an error of at most a unit in the last place. With AVX-512, the instruction's estimate is
-// correct to 14 bits, and each Newton step doubles the number of correct bits.
+// 1 / x of normal x, with an error of at most a unit in the last place.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -153,8 +151,7 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x of normal x with a relative error of about 2^-42, for results that are rounded to float. With AVX-512, one
-// step of third order triples the correct bits, with fewer operations than two Newton steps.
+// 1 / x of normal x, with a relative error of at most about 2^-42: for results that are rounded to float.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -165,9 +162,8 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 }
 
 // exp(x) for |x| <= 708 with an error of at most 4 units in the last place, and NaN for NaN. For other x the result has
-// no meaning. Without AVX-512, x = n log 2 + r with |r| <= log(2) / 2, and exp(r) is a Taylor polynomial up to r^12
-// (remainder below 2e-16). With AVX-512, x = n log(2) / 16 + r. Two registers hold 2^(j / 16) for the low four
-// bits j of n, and a polynomial up to r^7 is enough.
+// no meaning. Without AVX-512, x = n log 2 + r, and exp(r) is a Taylor polynomial up to r^12. With AVX-512,
+// x = n log(2) / 16 + r, a table has 2^(j / 16) for the low four bits j of n, and the polynomial ends with r^7.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;

@@ -10,11 +10,11 @@
 
 namespace moe {
 
-// Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. The kernels
-// have at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
+// Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. A kernel
+// has at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
-// The most shared memory, static and dynamic, that a block can have on the current device: 163 KiB on sm_80.
+// The most bytes of shared memory, static and dynamic together, that a block can have on the current device.
 inline int64_t shared_memory_limit() {
 #ifdef SIMT_HOST
   return static_cast<int64_t>(simt::shared_memory_limit());

@@ -1,4 +1,3 @@
-// Huge pages for large outputs.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +9,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// Requests huge pages (2 MiB) for an output that will be written completely. With pages of 4 KiB, the page faults of a
-// new buffer take several times as long as writing to it.
+// Requests huge pages (2 MiB), for fewer page faults, in an output that will be written completely.
 inline void expect_pages(void* output, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t page = 2 << 20;

@@ -1,5 +1,5 @@
 // Pairs of bfloat16 numbers, the first one in the lower half of 32 bits. An instruction of AVX512-BF16 multiplies two
-// vectors of pairs and adds two products to each lane of a vector of float32 sums. In tiles.h, a pair is one element.
+// vectors of pairs and adds two products to each lane of a vector of float32 sums.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: whether the code for MOE_ISA multiplies pairs, with sums of type T.
-// multiplies_pairs(): whether it does so for some T, on this processor.
+// kPairs<T>: whether code for MOE_ISA can multiply pairs, with sums of type T.
+// multiplies_pairs(): whether it can with sums of type float, and this processor has AVX512-BF16.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;
@@ -69,8 +69,8 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
   }
 }
 
-// Like `pack` in tiles.h: panel (pairs_of(depth), width) = the pairs of rows (pair_rows) of b (depth, columns), from
-// column `first` on, padded with zeros. Of b's strides, b_k or b_j is 1.
+// panel (pairs_of(depth), width) = the pairs of rows (pair_rows) of b (depth, columns), from column `first` on, padded
+// with zeros. b_k and b_j are the strides of b's rows and columns; one of them is 1.
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 

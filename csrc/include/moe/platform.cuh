@@ -13,8 +13,8 @@
 
 namespace moe {
 
-// Makes `value` an unknown number to the compiler, which then computes expressions of `value` again, instead of keeping
-// them in registers, but cannot compute `value` itself again.
+// Hides the origin of `value` from the compiler, which then can neither reuse earlier results computed from `value` nor
+// compute `value` itself again.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

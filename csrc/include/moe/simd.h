@@ -63,7 +63,6 @@ template <class Key>
 inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   int64_t count = 0;
 #if defined(__AVX512BW__)
-  // Counts the bits of each vector's mask, without joining two masks to a word as `greater` does.
   if constexpr (sizeof(Key) == 4) {
     const __m512i limit = _mm512_set1_epi32(t);
     for (int64_t i = 0; i < n; i += 32) {
@@ -81,7 +80,7 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
-// Returns the sum of 32 numbers, and overwrites them. In a plain loop each addition would depend on the one before.
+// Returns the sum of 32 numbers, and overwrites them.
 template <class T>
 inline T sum_of(T (&lanes)[kMaskBits]) {
 #pragma GCC unroll 8
@@ -106,7 +105,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
       _mm512_mask_storeu_epi64(out + i, uint8_t(all >> i), _mm512_maskz_loadu_epi64(uint8_t(word >> i), in + i));
   }
 #else
-  if (count < kMaskBits) {  // `&` instead of branches, which would be unpredictable
+  if (count < kMaskBits) {
     for (int64_t i = 0; i < count; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
     return;
   }
@@ -158,8 +157,7 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
 }
 
 // Copies rows. With AVX2 or AVX-512, stores bypass the cache if all rows together have more than kLarge bytes, the
-// bytes of a row are a multiple of 64, and `to` is aligned to a vector. An ordinary store would first read the cache
-// line from memory, a third of all traffic.
+// bytes of a row are a multiple of 64, and `to` is aligned to a vector.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

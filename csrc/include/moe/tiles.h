@@ -1,7 +1,7 @@
 // Matrix products C = A B that are small enough for the caches. The sums of a tile of C stay in registers. B is read in
 // panels, each a few vectors wide: a panel is packed (copied, and padded with zeros) or read in place. The terms of an
 // element of C are added in a fixed order, so the element depends neither on the number of threads nor on other rows of
-// A. Its rounding depends on the processor: on fused multiply-adds, pairs (pairs.h) and kDepth (cpu/grouped_gemm.h).
+// A. Its rounding depends on the instruction set.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2 or SSE. With
-// AVX-512, tiles of 12 x 2 vectors are a tenth slower: they need 14 loads for 24 products, tiles of 6 x 4 only 10.
+// A tile has kTileRows x kTileVectors vectors: 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2 or SSE.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
 constexpr int kTileVectors = 4;
@@ -29,9 +28,8 @@ constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches, during a product, memory of its next panel and of the next product. Without it, the product of 64
-// rows with a 128 x 128 weight that is in no cache takes 1.5 times as long. Each step over k prefetches at most one
-// cache line of this memory, since only about a dozen prefetches can be in flight.
+// Prefetches, during a product, memory of its next panel and of the next product, at most one cache line in each step
+// over k.
 struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
@@ -39,7 +37,7 @@ struct Prefetcher {
   };
   Piece pieces[2];  // memory of the next product
   int64_t steps;    // steps over k that the tiles of this product still have in all
-  bool fresh;       // C is probably in no cache, and is prefetched too: saves a tenth of a product's time
+  bool fresh;       // C is probably in no cache, and is prefetched too
   // Cache lines to prefetch before `pieces`. A tile of n steps over k prefetches one line from each of n rows that are
   // next.bytes apart. If next.bytes is 64, it prefetches n consecutive lines.
   struct Lines {
@@ -112,9 +110,7 @@ struct Left {
 };
 
 // Whether a product with `rows` rows of A should read a panel of B in place, instead of packing it. `apart`: bytes from
-// row to row of B. With one tile, packing cannot help. With AVX-512, reading in place was faster below 150 rows, but
-// only below 24 to 48 if `apart` was 4 KB or more. With other instruction sets it took 1.1 to 1.5 times as long as
-// packing for 16 rows.
+// row to row of B. With one tile, packing cannot help; the other bounds come from measurements.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
@@ -173,7 +169,6 @@ struct PanelProduct {
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
-        // The hardware does not prefetch rows that are far apart.
         if constexpr (right != Right::packed) __builtin_prefetch(row + 8 * b_row + w * lanes);
         if constexpr (right == Right::packs) store(packed + k * kPanel<T> + w * lanes, v[w]);
       }
@@ -207,7 +202,7 @@ struct PanelProduct {
   }
 
   // Computes rows `first` to last - 1. The compiler knows that stores to c do not change `own`, a local copy of *this,
-  // and keeps its members in registers: saves 2 % of the time.
+  // and can keep its members in registers.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
     const PanelProduct own = *this;
@@ -220,8 +215,8 @@ struct PanelProduct {
   template <int W, Right right>
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
-    // A last tile of one or two rows would spend its time on loads of b. Instead, the last 7 or 8 rows become two tiles
-    // of up to 4 rows, unless a is packed or being packed: a tile could then cross the end of a packed block.
+    // Instead of a last tile of one or two rows, the last 7 or 8 rows become two tiles of up to 4 rows, unless a is
+    // packed or being packed: a tile could then cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);

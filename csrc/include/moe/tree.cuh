@@ -65,7 +65,7 @@ struct Split {
   __device__ float right() const { return smooth(w); }
   __device__ bool saturated() const { return u == 0.0f || w == 0.0f; }
 
-  // The derivative of a h + b (1 - h) to t, for constants a and b, given below_left = a h and below_right = b (1 - h):
+  // The derivative of a h + b (1 - h) by t, for constants a and b, given below_left = a h and below_right = b (1 - h):
   // below_left h' / h - below_right h' / (1 - h), over one denominator, with h' / h = 6 w / (gamma u (3 - 2u)) and
   // h' / (1 - h) = 6 u / (gamma w (3 - 2w)).
   __device__ float derivative(float below_left, float below_right, const SmoothStep& step) const {

@@ -1,4 +1,4 @@
-// Loads and stores of global memory. The caches evict what store_streaming wrote before other data.
+// Loads and stores of global memory. Caches evict first what store_streaming wrote.
 #pragma once
 
 #include "moe/platform.cuh"
