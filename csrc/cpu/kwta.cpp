@@ -2,8 +2,8 @@
 //
 // A row is converted to integer keys that order as its values do. Its threshold, which separates the k largest keys, is
 // found by counting the keys at or above trial keys. The first trial comes from the row's mean and variance, the next
-// ones from interpolation or extrapolation, and after the first 8 trials from bisection. A row takes at most 8 more trials
-// than a key has bits. Up to 32 rows are searched together: their trials are computed in vectors.
+// ones from interpolation or extrapolation, and after the first 8 trials from bisection. A row takes at most 8 more
+// trials than a key has bits. Up to 32 rows are searched together: their trials are computed in vectors.
 
 #include "ops.h"
 
