@@ -1,7 +1,4 @@
-"""The torch operators of the package: their schemas, implementations, fakes, gradients and FLOP formulas.
-
-If the last argument of an operator is `backend`, the implementation calls the kernels of that backend.
-"""
+"""The torch operators of the package: their schemas, implementations, fakes, gradients and FLOP formulas."""
 
 from moe_kernels.library import (  # noqa: F401
     activation,

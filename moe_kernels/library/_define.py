@@ -32,8 +32,7 @@ def define(
     """Registers one operator with torch and adds it to `ops`.
 
     Args:
-        schema: as for torch.library.Library.define, such as "name(Tensor x, int k, str backend) -> Tensor". It states
-            the types of the arguments, which implementations often leave out.
+        schema: as for torch.library.Library.define, such as "name(Tensor x, int k, str backend) -> Tensor".
         implementation: runs for tensors on every device.
         fake: computes shapes and dtypes of the results from tensors without data.
         flops: computes the FLOPs from the arguments, with shapes in place of tensors, for torch.utils.flop_counter.
@@ -132,7 +131,7 @@ def gradient_like(x: Tensor, wanted: bool) -> Tensor:
 
 
 GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the number of columns, computed in kernels
-CLAMPED = "swiglu_clamped"  # also halves the number of columns, but is an operator of its own, without kernels
+CLAMPED = "swiglu_clamped"  # also halves the number of columns, but PyTorch computes it
 
 
 def contiguous_matrices(weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Registers FLOP formulas with torch.utils.flop_counter as soon as that module is imported.
 
-`import moe_kernels` does not import flop_counter, since flop_counter imports Triton (0.5 s). An import hook registers
+`import moe_kernels` does not import flop_counter, since flop_counter imports Triton. An import hook registers
 the formulas right after the import of flop_counter, before the first FlopCounterMode copies the registered formulas.
 """
 
@@ -30,8 +30,6 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook: wraps the loader of torch.utils.flop_counter, to register the formulas after loading."""
-
     def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == COUNTER else None
         if spec is not None and spec.loader is not None:

@@ -37,7 +37,7 @@ def _fwd(
         return found
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
-    del hidden  # so that the result of combine can reuse its memory
+    del hidden  # combine can reuse its memory
     return combine(result, weights, slot_row, backend), pre
 
 
@@ -93,7 +93,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
         arrays = expert_offsets, None, row_token
         found = weight_gradient(weighted, grad, *arrays, to_b_out, backend, w_out, row_weight)
         dw_out, db_out = found[0] if to_w_out else None, found[1] if to_b_out else None
-    del weighted  # so that the next tensors reuse its memory
+    del weighted  # the next tensors can reuse its memory
     if to_x:
         dx = combine(rows_gradient(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
@@ -170,7 +170,7 @@ define(
     backward=no_second_derivative("expert_mlp"),
 )
 
-# Has no autograd formula: registering one would add 10 us to a call without gradients.
+# Has no autograd formula: registering one would slow a call without gradients.
 define(
     "expert_mlp_of_choices(Tensor x, Tensor? weights, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, "
     "Tensor experts, str activation, str backend) -> Tensor",

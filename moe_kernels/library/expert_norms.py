@@ -20,7 +20,7 @@ from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
 # On a GPU, in a group of two or more experts, tensors with a row for each token and expert have at most this many
-# elements (256 MiB in 16 bits).
+# elements.
 ELEMENTS = 2**27
 
 
@@ -73,7 +73,7 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
         share, parameters = shares[experts].view(-1), _slice_of(experts, *given)
         to_x, *rest = _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend)
-        if experts.stop - experts.start == w_in.shape[0]:  # one group: nothing to add up or to copy
+        if experts.stop - experts.start == w_in.shape[0]:
             found = [to_x, *rest]
             break
         if to_x is not None:

@@ -50,7 +50,7 @@ def forward(
     """Implements grouped_gemm_fwd: the result, (R, Dout) or (R, Dout / 2) if gated, and pre-activations (R, Dout).
 
     Without keep_pre the second tensor has no elements. training: whether the call is part of a training step, as any
-    call with keep_pre is. Triton chooses tiles by it; other backends ignore it.
+    call with keep_pre is; Triton chooses tiles by it.
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads

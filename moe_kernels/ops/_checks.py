@@ -42,7 +42,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 def check_plan(op: str, plan: object) -> None:
     """Raises unless `plan` is a RoutingPlan with the dtypes, shapes, strides and devices that its docstring states.
 
-    Values are checked elsewhere (library.ops.refuse_bad_rows). Under torch.compile only the type of `plan` is checked.
+    Values are not checked here. Under torch.compile only the type of `plan` is checked.
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")

@@ -4,8 +4,7 @@
     drows_r = w_tk dy_t             0 for a row that is not in use
     dw_tk   = <rows_r, dy_t>        0 for a dropped choice
 
-Saved for backward: rows, w and arrays of the plan; without weights only the arrays. With weights one kernel computes
-both gradients.
+Saved for backward: rows, w and arrays of the plan; without weights only the arrays.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]
 
 The gradient is `combine` without weights, and the gradient of `combine` without weights is dispatch. Only arrays of the
-plan are saved for backward. A kernel reads each token from memory once for all of its rows.
+plan are saved for backward.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
 
 Row r is choice k of token t, at expert e. dx_t is a sum over the rows of t, gradients of parameters over those of e.
 Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or 2 H) and the parameters. dw is computed from
-h and a, so the output of the second product is not saved. Backward computes h again from pre. Gathered rows of x and of
-dy are stored only where torch multiplies them (large experts on a CPU). "swiglu_clamped" is composed of separate
-operations instead.
+h and a, so the output of the second product is not saved. Backward computes h again from pre. "swiglu_clamped" is
+composed of separate operations instead.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ def expert_mlp(
 
     Cost of kernels with W = H or 2 H columns of w_in, except for "swiglu_clamped". FLOPs (torch's counter) forward:
     2 R (D W + H Dout) for the products, and 2 R Dout (without weights R Dout) for combine. FLOPs backward, if all
-    gradients are needed: twice those of the products, R D for dx, and with b_out 2 R Dout each for db_out and dw. On a
-    GPU forward launches 3 kernels of this package. Backward launches 5 for all gradients, and one more for each
-    transposed weight whose bias needs a gradient.
+    gradients are needed: twice those of the products, R D for dx, and with b_out 2 R Dout each for db_out and dw.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
@@ -131,8 +128,7 @@ def expert_mlp_of_choices(
 ) -> Tensor:
     """expert_mlp with the plan of `experts` (T, K), in which an id of num_experts or more is no choice.
 
-    If no gradient is needed and no graph is recorded, backend "cpu" runs one operator, except for "swiglu_clamped":
-    for a single token, separate operators spent half of the time on calls.
+    If no gradient is needed and no graph is recorded, backend "cpu" runs one operator, except for "swiglu_clamped".
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)

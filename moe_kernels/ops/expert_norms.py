@@ -3,10 +3,9 @@
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te,   0 where s_te = 0
 
-Kernels compute experts in groups, with a row for each token and each expert of a group. On a GPU forward squares and
-sums the accumulators of the second product and does not store outputs. Saved for backward: x, the norms and the
-parameters. Backward computes hidden layers and outputs of a group again. The gradients are those of an expert MLP with
-gate weights ds / s and the output gradient y.
+Kernels compute experts in groups, with a row for each token and each expert of a group. Saved for backward: x, the
+norms and the parameters. Backward computes hidden layers and outputs of a group again. The gradients are those of an
+expert MLP with gate weights ds / s and the output gradient y.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ def expert_norms(
 
     Cost of kernels with W = H or 2 H columns of w_in. G experts are computed at a time, 1 on a CPU. On a GPU G is the
     largest number up to E with T G max(D, W, Dout) up to 2^27, but at least 1; tensors with a row for each token and
-    expert have up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward, all together. On a GPU with G = E,
-    forward launches 2 kernels of this package and backward at most 7. FLOPs (torch's counter): 2 T E (D W + H Dout)
-    forward, and three times as many backward if all gradients are needed, a third of them for recomputation.
+    expert have up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward, all together. FLOPs (torch's
+    counter): 2 T E (D W + H Dout) forward, and three times as many backward if all gradients are needed, a third of
+    them for recomputation.
 
     Raises:
         TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.

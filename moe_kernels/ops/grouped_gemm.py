@@ -4,9 +4,8 @@
     dpre  = act'(pre) grad,   dx_r = dpre_r W_e^T
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
-x is (R, Din), or (T, Din) gathered through row_token. Gathered rows are stored only where torch multiplies them (large
-experts on a CPU). The forward kernel on the transposed weight computes dx. Saved for backward: the arguments and, with
-an activation, pre. The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not 1.
+x is (R, Din), or (T, Din) gathered through row_token. Saved for backward: the arguments and, with an activation, pre.
+The host does not wait for offsets on a GPU if a kernel runs and MOE_KERNELS_CHECK is not set.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     y   = m * values   (or m * x)                                        (paper 000, eqs. 6 and 8)
 
 x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m.
-Kernels save m for backward, packed to one bit an element. They do not sort: they find the threshold by counting the
-elements at or above trial values.
+Kernels save m for backward, packed to one bit an element.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets_e = sum of min(requests, capacity) before expert e
 
-A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
-choices, scan over these counts, and compute each request's row in a second pass. They sort T priorities, if given, but
-not the requests, build no (T, E) one-hot matrix, and do not make the host wait for a GPU.
+A request i is a choice that names an expert. Kernels of make_plan sort T priorities, if given, but not the requests,
+build no (T, E) one-hot matrix, and do not make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -150,8 +149,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
 
     Pairs (token, expert) are visited in descending score, pairs of equal score by token and then by expert. A pair is
     assigned if the token has no expert yet and the expert has fewer than `capacity` tokens. The result is the stable
-    matching of tokens and experts that all prefer higher scores; backend "cpu" finds it by deferred acceptance, without
-    sorting the T * E pairs.
+    matching of tokens and experts that all prefer higher scores.
 
     Args:
         scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), such as the softmax over

@@ -133,7 +133,7 @@ def sinkhorn(
     taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
     limit = -1.0 if tolerance is None else float(tolerance)
     p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
-    return p if scores.dim() == 3 else p.view(scores.shape)  # a view of the same shape would add a node to the graph
+    return p if scores.dim() == 3 else p.view(scores.shape)
 
 
 def _temperatures(first: float, last: float) -> Tensor:

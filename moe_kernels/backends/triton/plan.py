@@ -1,12 +1,11 @@
 """The routing plan in Triton.
 
-make_plan splits the T * K choices, in visiting order, into chunks. A request is a choice that names an expert. Its slot
-is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk. _plan_count
-counts the requests to each expert in each chunk, _plan_scan sums the counts of earlier chunks, and _plan_rank computes
-slots and rows.
+make_plan_fwd splits the T * K choices, in visiting order, into chunks. A request is a choice that names an expert. Its
+slot is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk.
+_plan_count counts the requests to each expert in each chunk, _plan_scan sums the counts of earlier chunks, and
+_plan_rank computes slots and rows.
 
-plan_priority sorts the T * E pairs of a token and an expert by score. One program then assigns the pairs in this order.
-It skips 1024 pairs at once if none of them can be assigned, and else takes 64 at a time.
+plan_priority_fwd sorts the T * E pairs of a token and an expert by score. One program then assigns them in this order.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
 TILE = 32  # choices that a program (one warp) of _plan_rank compares with each other at a time
-SHORTEST = 2048  # plan_expert_choice pads fewer tokens to this number, so that kWTA compiles for fewer lengths
-MATCH_TILE = 64  # pairs that plan_priority compares with each other at a time
+SHORTEST = 2048  # plan_expert_choice_fwd pads fewer tokens to this number, so that kWTA compiles for fewer lengths
+MATCH_TILE = 64  # pairs that _match_tile compares with each other at a time
 CHUNKS = 1024  # largest number of chunks: a program of _plan_scan holds the counts of all chunks for its experts
 COUNTS = 2**22  # bound on chunks * E, if there is more than one chunk
 COUNT_BLOCK = 256  # choices that a program of _plan_count reads at a time
 WINDOW = 1024  # largest number of experts for which a program of _plan_count counts requests
-MATCH_BLOCK = 1024  # pairs that plan_priority reads at a time
+MATCH_BLOCK = 1024  # pairs that _plan_match skips at once if none of them can be assigned
 FEW_CHUNKS = tl.constexpr(32)  # with at most this many chunks, a program of _plan_scan takes 128 experts, else 4
 SCAN_TILE = tl.constexpr(4096)  # counts that a program of _plan_scan holds
 
@@ -283,7 +282,7 @@ def _plan_match(
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return unsupported(device, torch.float32, (torch.float32,))  # experts are int32 or int64; only the device matters
+    return unsupported(device, torch.float32, (torch.float32,))  # only the device matters
 
 
 @on_device
@@ -339,7 +338,7 @@ plan_priority_supports = plan_expert_choice_supports
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The plan in which every expert takes the min(capacity, T) tokens of highest score in its column (T, E)."""
     num_tokens, num_experts = scores.shape
-    # Columns are padded to a multiple of 16, at least SHORTEST. Of equal scores kWTA takes the first, so never padding.
+    # Of equal scores kWTA takes the first, so it takes none of the padding, which is -inf and comes last.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
@@ -349,7 +348,6 @@ def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
 
 @on_device
 def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """Sorts the T * E pairs by descending score, which takes O(T * E) memory, and assigns them in one program."""
     num_tokens, num_experts = scores.shape
     capacity = min(capacity, num_tokens)
     pairs = torch.sort(scores.flatten(), descending=True, stable=True).indices

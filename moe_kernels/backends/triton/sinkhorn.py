@@ -91,7 +91,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if offsets within a matrix need 64 bits, since such offsets take more registers."""
+    """x (B, n, n), copied if a row's number times the row stride may overflow int32 in the kernels."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 

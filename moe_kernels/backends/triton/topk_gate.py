@@ -22,7 +22,6 @@ LONGEST = 16384  # largest number of experts
 
 
 def _blocks(num_experts: int, k: int) -> dict[str, int]:
-    """Tile sizes and warps of a program."""
     experts = max(triton.next_power_of_2(num_experts), 8)
     tokens = max(TILE // experts, 1)
     choices = max(triton.next_power_of_2(k), 1)

@@ -18,7 +18,7 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 
 TILE = 2048  # places of a program, 16 a thread; 4096 above 2048 experts
 MAX_EXPERTS = 4096
-MAX_FUSED_EXPERTS = 64  # two products of 64 tokens x 64 columns, in float32, take 32 registers of each of 256 threads
+MAX_FUSED_EXPERTS = 64
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # FULL: all leaves are at the last level. GROUPS: a group of 16 places has 16 leaves of one level, or none. MIXED: else.
@@ -110,7 +110,7 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
     """(BLOCK_T, groups, 2^LEVELS): the probability of each place below one node of every group.
 
     v: the probability of this node, whose number is first + INDEX. Node `first` is the left-most of its level in the
-    group, and its logit is at first_ptr. INDEX is a constant: to add a constant to a pointer takes no instruction.
+    group, and its logit is at first_ptr.
     """
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
