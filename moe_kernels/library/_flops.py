@@ -1,7 +1,7 @@
 """Registers FLOP formulas with torch.utils.flop_counter as soon as that module is imported.
 
-`import moe_kernels` does not import flop_counter, since flop_counter imports Triton. An import hook registers
-the formulas right after the import of flop_counter, before the first FlopCounterMode copies the registered formulas.
+`import moe_kernels` does not import flop_counter, since flop_counter imports Triton. An import hook registers the
+formulas right after the import of flop_counter, before the first FlopCounterMode copies the registered formulas.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def make_plan(
         capacity: largest number of rows of an expert (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), float32, bfloat16, float16 or float64, for Batch Prioritized Routing: tokens are visited in
             descending priority instead of by position, tokens of equal priority by position. -0.0 equals 0.0, NaN is
-            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum. No
-            gradient reaches the priority.
+            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum.
         order: "choice" visits the first choices of all tokens, then all second choices, and so on (GShard, V-MoE);
             "token" visits every choice of a token before the next token (MegaBlocks).
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).

@@ -11,7 +11,7 @@ Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the 
 
     da_ke = q_ke (dgates_e - <gates, dgates>),   ds_kn = L h'(s) / h(s) - R h'(s) / h(-s)
 
-Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels take no logarithm and compute h'/h as
+Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels compute h'/h as
 6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. Without
 `parity`, a leaf is in the softmax if p is at least the smallest normal number. With it, p + epsilon replaces p in the
 softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s and a of unreachable nodes and
@@ -160,7 +160,8 @@ def tree_route(
         weights (T, K) and experts (T, K) int32; column k belongs to tree k. Weights are in the dtype of x, computed in
         float32 (float64 stays). An expert that several trees chose appears once, in the first of their columns, with
         the sum of their weights; their other columns have weight 0 and expert -1. At a node whose pre-activation is NaN
-        the token goes left, and its weights become NaN, except in columns with expert -1.
+        the token goes left; if `visited` (see below) counts the node, the token's weights are NaN, except in columns
+        with expert -1.
         With statistics also RouteStatistics(visited, unsaturated), each (T, K). visited (int32) counts the nodes at
         least as likely as the leaf: those on its path and, in unsaturated trees, perhaps others. unsaturated (bool)
         says whether one of these nodes was not saturated.
