@@ -1,10 +1,10 @@
-"""A BERT checkpoint of transformers, and a copy of it with experts as in MoEBERT, for which paper 001 has other gates.
+"""A BERT checkpoint of transformers, and a copy of it with experts as in MoEBERT.
 
     model = load("folder of a BertForMaskedLM")
     student = model.with_experts(lambda index: MoE(HashGate(30522, 4), ExpertMLP(4, 768, 768, bias=True)))
     logits, outputs = student(ids)
 
-Nothing is downloaded: only files of the folder are read. The recipe `moebert` uses this module for --bert.
+Nothing is downloaded: only files of the folder are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["BertWithExperts", "load", "load_tokenizer", "token_windows"]
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARY = ("tokenizer.json", "vocab.txt")
-LINES = 1000  # lines of text in one call of the tokenizer
+LINES = 1000  # lines of text in one call of the tokenizer, to limit its memory
 
 
 class ExpertFeedForward(nn.Module):
@@ -168,7 +168,6 @@ def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
     tokenizer, positions = load_tokenizer(place), config.get("max_position_embeddings", 512)
     if not 3 <= length <= positions:
         raise ValueError(f"bert: length must be from 3 to {positions}, the positions of {place}; got {length}")
-    # One call of the tokenizer for the whole text would need more memory.
     lines, size = text.decode("utf-8", "replace").splitlines(), length - 2
     ids: list[int] = []
     for start in range(0, len(lines), LINES):

@@ -13,9 +13,6 @@ Parameters keep their names, shapes and strides, so checkpoints, optimizers and 
   without a gate, with SiLU, GELU (erf), ReLU or tanh; and experts with the clamped gate of gpt_oss.
 * Other experts, and all experts with a norm after them, run as `grouped_gemm`, the module's own gate or activation,
   `grouped_gemm`, the norm if there is one, `combine`.
-* An expert id of num_experts or more means no expert, as under transformers' expert parallelism.
-* Experts that lack a parameter that `experts_forward` names, or have one in another dtype than float32, bfloat16 and
-  float16, raise TypeError.
 
 `Router` replaces the model's own router by a gate and a policy of moe_kernels.nn.
 """
@@ -83,8 +80,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         module: experts of transformers with gate_up_proj or up_proj, down_proj, their biases if has_bias, and the flags
             of `use_experts_implementation`. The parameters are float32, bfloat16 or float16.
         hidden_states: (T, D), cast to the parameters' dtype. Under autocast hidden_states and parameters are cast to
-            autocast's dtype instead; transformers' grouped_mm ignores autocast.
-        top_k_index: (T, K), int32 or int64: experts; num_experts or more means none.
+            autocast's dtype instead.
+        top_k_index: (T, K), int32 or int64: experts; num_experts or more means no expert.
         top_k_weights: (T, K) gate weights, float32, bfloat16, float16 or float64. The weights are read and the rows are
             summed as float32.
 
@@ -123,8 +120,7 @@ class Router(nn.Module):
         policy: one of moe_kernels.nn.policies; None is TokenChoice(), which keeps every choice.
 
     Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates; a gate
-    below the smallest normal number counts as this number, since log(0) has no finite gradient. If the gates of a
-    token sum to 1, the softmax of its logits gives these gates back.
+    below the smallest normal number counts as this number, since log(0) has no finite gradient.
     `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
 
     transformers records the logits of its own router classes alone, so a model with Routers needs

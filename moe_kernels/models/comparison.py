@@ -1,8 +1,4 @@
-"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them.
-
-A public fork of the paper's code differs: its "topk" keeps the largest values after the activation, its Bernoulli masks
-have probability 0.5 for every p, and its MoE does not multiply an expert's output by the router's probability.
-"""
+"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them."""
 
 from __future__ import annotations
 

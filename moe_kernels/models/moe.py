@@ -1,7 +1,7 @@
 """Transformers with layers of experts: the GPT of paper 004 (CompeteSMoE), the ViTs of 002 (sparse) and 003 (V-MoE).
 
 The argument `layer` is a function of a block's index: it returns an MoE with output="all", or None for a dense
-feed-forward layer. The sparse ViT has experts in every block, GLaM in every second one.
+feed-forward layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Layer = Callable[[int], MoE | None]
 class MoEBlock(nn.Module):
     """A Block with an MoE, x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the MoEOutput.
 
-    The MoE is called with pass_through=False, since this block adds the residual itself. For a token without an expert
-    MoE(LN(x)) is 0.
+    The MoE is called with pass_through=False, since this block adds the residual itself.
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:

@@ -18,7 +18,7 @@ ROUTER_INPUTS = ("layer", "embedding")
 class FeedForward(nn.Module):
     """fc2(act(fc1(x))) with dropout after act and after fc2: (..., D) -> (..., D).
 
-    activation: a name in nn.ACTIVATIONS, or "geglu": gelu(a) * b with [a, b] = fc1(x), which has 2 * hidden columns.
+    activation: a name in ACTIVATIONS, or "geglu": gelu(a) * b with [a, b] = fc1(x), which has 2 * hidden columns.
     """
 
     def __init__(self, dim: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:

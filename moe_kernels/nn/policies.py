@@ -29,12 +29,12 @@ class TokenChoice:
         factor: in training capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
         factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
-            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003; V-MoE's public code has only "max").
+            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003).
         order: "choice" or "token", as in make_plan; None is "choice" with a capacity, else "token". Without a capacity
             it only decides the order of an expert's rows.
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
-        group: number of consecutive tokens that compete for capacity; in V-MoE the tokens of 8 images. The capacity is
-            computed with T = group, also for a smaller last group. None: all tokens compete.
+        group: number of consecutive tokens that compete for capacity. The capacity is computed with T = group, also
+            for a smaller last group. None: all tokens compete.
 
     Example:
         >>> gate = TopKGate(16, 4, 1)(torch.randn(8, 16))

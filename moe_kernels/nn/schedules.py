@@ -26,7 +26,7 @@ def constant(step: int) -> float:
 
 
 def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
-    """(step + 1) / steps for the first `steps` steps, a warm-up that ends at 1, then then(step - steps).
+    """(step + 1) / steps in the first `steps` steps; after them the schedule `then`, from its step 0.
 
     Example:
         >>> rate = schedules.warmup(4, then=schedules.cosine(10))

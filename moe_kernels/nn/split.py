@@ -5,8 +5,6 @@
 
 I_j is the importance of hidden neuron j, W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two
 nn.Linear, and L_s is the loss of sample s. e counts from 0.
-
-Paper 001 (tree COMET) trains its gate on MoEBERT's experts.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class NeuronImportance:
 
 
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
-    """An int64 tensor for each expert, its neurons: the `share` most important ones, common to all, then its own.
+    """For each expert the int64 indices of its neurons: the `share` most important of all, then its own.
 
     Both parts are in descending importance. An expert gets at most `hidden` neurons. If num_experts does not divide the
     number of neurons that are not common, the last experts may get one neuron less.
@@ -112,8 +110,7 @@ def split_ffn(
             that gets fewer than `hidden` neurons is padded with zero weights.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual; here both are outside. For a token with one expert of weight
-    1 the results are equal as long as all LayerNorms of MoEBERT's experts have equal parameters, as before training.
+    MoEBERT's experts contain a LayerNorm and the residual; here both are outside.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

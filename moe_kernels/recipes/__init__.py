@@ -4,9 +4,8 @@ recipes/<name>.py defines one subclass of Recipe, a frozen dataclass. Its fields
 (`option` gives help and limits). A recipe compares several models, its sides, such as the system of a paper and its
 baselines. `build(data, seed, steps)` makes one side, ready to train, as a Task.
 
-moe_kernels.train does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot. Everything
-that changes during training must be a pure function of the step or be in the state dict of the model or the optimiser,
-so that a checkpoint is complete.
+moe_kernels.train does the rest. What a recipe changes during training must be a pure function of the step or be in the
+state dict of the model or the optimiser, so that a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Splits(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing of one layer in a batch, for the table's columns on experts or neurons, their load and the entropy."""
+    """Routing of one layer in a batch."""
 
     active: Tensor  # bool (..., E): the experts or neurons that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: there is none
@@ -81,7 +80,7 @@ class Task:
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
     total: the measures over all batches -> further measures, computed from them.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called before every training step, with its number; sets phases, temperatures, numbers of experts.
+    before_step: called before every training step, with its number, counted from 0.
     clip: largest norm of the gradient; None: no limit.
     grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
         class token, then its patches. None: no heat maps.

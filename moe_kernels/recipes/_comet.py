@@ -18,7 +18,7 @@ from moe_kernels.recipes.comet import classifier
 
 @dataclass(frozen=True)
 class CometLayers(Recipe):
-    """Sides: standard (dense) and comet. The subclasses say which initial weights both sides share."""
+    """Sides: standard (dense) and comet."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
 

@@ -34,7 +34,7 @@ def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoE
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block the experts of every MoE layer return zeros, so they add nothing to the residual connection."""
+    """Inside the `with` block the experts of every MoE layer return zeros."""
     with ExitStack() as stack:
         for layer in modules_of(model, MoE):
             hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))

@@ -2,11 +2,9 @@
 
 The paper trains 4 linear layers, with 100 to 3000 neurons in a hidden one, on CIFAR-10 for 100 epochs by SGD at a
 learning rate of 1e-4 (1e-3 in appendix A.2, with momentum in A.6), without augmentation or schedule. The defaults here
-are a small network, momentum and a higher rate, so that scikit-learn's digits train in seconds; recipe comet_width has
-the paper's sizes.
+are momentum, a higher rate and fewer epochs, for scikit-learn's digits.
 The routing network is frozen, so by default its masks are computed once for every training and test image and stored,
-one bit a neuron. With the defaults, 3 % of the neurons are active for no test image of digits, since the mean image is
-far from zero: after subtracting it, 0.3 %.
+one bit a neuron.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ CLASSIFICATION = Objective(F.cross_entropy, accuracy)
 
 @dataclass(frozen=True)
 class Comet(Recipe):
-    """Sides: models.comparison.MODELS. All except smaller, moe and moe-fixed start from the same weights."""
+    """Sides: models.comparison.MODELS."""
 
     SIDES: ClassVar[tuple[str, ...]] = MODELS
 
@@ -140,7 +138,7 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
-        """A function batch -> KnownMasks; its masks are None if the model is dense or has to compute them.
+        """A function batch -> KnownMasks.
 
         Bernoulli masking and example-tied dropout draw masks for each training sample. The paper does not say which
         neurons are active for other samples. As in the paper's public code, Bernoulli masking uses all neurons for

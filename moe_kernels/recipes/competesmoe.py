@@ -101,7 +101,6 @@ class CompeteSMoE(TextRecipe):
         vocabulary = len(data.source.vocabulary)
         glam = self.architecture == "glam"
         every = self.moe_every or 1 + glam
-        # A dense feed-forward layer has as many hidden neurons as k experts together.
         model = MoEGPT(
             vocabulary,
             self.length,

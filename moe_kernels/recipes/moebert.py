@@ -2,8 +2,9 @@
 
 The paper splits a BERT-base fine-tuned for GLUE: in each of 12 layers, 3072 neurons into 4 experts of 768. The 512 most
 important neurons are in every expert. Then the dense model teaches the split one, layer by layer. By default a small
-GPT is first trained on text, then split in these proportions. Controls: "dense" trains on without a split; "small" has
-one expert with the most important neurons of the layer; "unguided" splits by random numbers instead of importance.
+GPT is first trained on text, then split in about these proportions. Controls: "dense" trains on without a split;
+"small" has one expert with the most important neurons of the layer; "unguided" splits by random numbers instead of
+importance.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
 further training, as in the paper:
@@ -46,7 +47,7 @@ MASKED = 0.15  # share of a window's tokens, without [CLS] and [SEP], that is ma
 
 @dataclass(frozen=True)
 class MoEBERT(TextRecipe):
-    """Sides: see SIDES. "balanced" is "hash" with about as many tokens of the training text for every expert; "+" adds
+    """Sides: see SIDES. In "balanced", hash gates give each expert about as many tokens of the training text; "+" adds
     a learned permutation of the experts."""
 
     SIDES: ClassVar[tuple[str, ...]] = (
@@ -178,7 +179,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed masks the same tokens every time."""
+        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed=True repeats the masked tokens."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
@@ -222,7 +223,7 @@ class MoEBERT(TextRecipe):
 
 
 class Pair(nn.Module):
-    """A dense model, the teacher, and the student that is split from it; `forward` uses the student after the split.
+    """A dense model (teacher) and the model split from it (student); `forward` uses the student after the split.
 
     teacher, student: model(x, states) -> (logits, outputs of the layers of experts); states is a list to which the
         embedded tokens and every block's output are appended. The parameters outside the feed-forward layers are in

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def check_recipe(text: str) -> str:
-        if text != name:  # the options below are those of recipe `name`
+        if text != name:
             raise argparse.ArgumentTypeError(f"{text!r} must come before the options, as each recipe has its own")
         return text
 
@@ -124,8 +124,7 @@ def run(args: argparse.Namespace) -> int:
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # Entries of local search's soft permutation fall to 1e-40; CPUs are slow at such denormal numbers. With
-            # zeros instead, a step of recipe movielens takes 140 ms, not 500.
+            # Entries of local search's soft permutation fall to 1e-40; CPUs are slow at such denormal numbers.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -195,7 +194,7 @@ def _flushes_denormals() -> bool:
 
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: Ranks | None) -> int:
     recipe, data = comparison.recipe, comparison.data
-    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # left out, since _scale prints what they lead to
+    scale = ("epochs", "steps", "rows", "eval_rows", "data")
     options = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in scale}
     print(f"{args.recipe}: {settings(options)}")
     print(_scale(comparison))
@@ -209,7 +208,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         saved = comparison.checkpoint
         if saved is None:
             print("interrupted")
-        else:  # there is no checkpoint before the first evaluation of all sides
+        else:
             print(f"interrupted; {f'--resume continues from {saved}' if saved.exists() else 'nothing was saved yet'}")
         return 130
     histories = comparison.histories()

@@ -20,14 +20,13 @@ from moe_kernels import backends
 from moe_kernels.train.loop import Run
 
 # Allowed difference of a loss, relative to max(1, |loss|), and of a gradient, relative to the model's largest gradient.
-# Backends may sum in different orders. One rounding of float32 changes a number by up to 6e-8 of its value, and later
-# layers amplify the difference. Weights are not compared: where the exact gradient is 0, as for an attention's key
-# bias, the sign of a rounding error decides Adam's step.
+# Weights are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error
+# decides Adam's step.
 TOLERANCE = 1e-5
 
-# If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n),
-# n from N(0, 1), in at most PAIRS pairs. The two move the argument of a ReLU in opposite directions, so one of them can
-# cross a kink nearby. 4e-6 moves an argument some ten times as far as rounding does, so few such kinks are missed.
+# If a step fails, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n), n from
+# N(0, 1), in at most PAIRS pairs. The two move the argument of a ReLU in opposite directions, so one of them can cross
+# a kink nearby.
 PERTURBATION = 4e-6
 PAIRS = 4
 SLACK = 2.0  # allowed multiple of the largest jump: two kinks may change one number, each in another repetition

@@ -16,7 +16,7 @@ from moe_kernels.train.plotting import write_picture
 class TokenMap(NamedTuple):
     """For each expert of a layer, the share of the tokens that use it, or its mean gate weight: see `of`."""
 
-    positions: Tensor  # (E, rows, columns): over the tokens at that patch of the test images
+    positions: Tensor  # (E, rows, columns): over the tokens at one patch of the test images
     classes: Tensor  # (E, C): over all tokens of the test images of a class, class tokens included
     of: str = "share of the tokens"  # or "gate weight", for a gate that uses every expert for every token
 
@@ -48,7 +48,7 @@ def token_maps(run: Run) -> list[TokenMap]:
             members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]
-            used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B, S, E)
+            used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B * members, tokens, E)
             new_sums = [each.sum(0) for each in used], [one_hot.t() @ each.mean(1) for each in used]
             positions, by_class = (
                 [a + b for a, b in zip(sums, new, strict=True)] if sums else new
