@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 
     active: Tensor  # bool (..., E): the experts or neurons that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: there is none
-    weights: Tensor | None = None  # (..., E): weights of a gate that uses every expert, for heat maps
+    weights: Tensor | None = None  # (..., E): gate weights, for heat maps
     unit: str = "experts"  # what E counts: "experts" or "neurons"
 
 

@@ -1,8 +1,8 @@
 """Paper 000, section 4.2.2 and appendix A.3: COMET in the feed-forward layers of an MLP-Mixer.
 
 The paper: depth 6, dim 512 and 3072, patch 4, p = 0.5, tanh; Adam at 1e-3 with a cosine over 500 epochs. The code that
-the paper builds on has batches of 512 and augments images (RandAugment); this recipe does not augment. The defaults have
-the paper's 500 epochs: on digits 30 minutes of a CPU core, 1 minute with --epochs 10.
+the paper builds on has batches of 512 and augments images (RandAugment); this recipe does not augment. The defaults
+have the paper's 500 epochs: on digits 30 minutes of a CPU core, 1 minute with --epochs 10.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from moe_kernels.train.trained import save_model
 
 
 class Comparison:
-    """The runs of all sides, with the same seeds, batches and steps and the same learning rates to choose from.
+    """The runs of all sides, with the same seeds, batches and learning rates to choose from.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
     rate with the best last evaluation on the remaining tenth. Tuning does not use the test set.
