@@ -1,7 +1,6 @@
 """Functions of the backends "cpu" and "cuda": they allocate results and call C++ functions that compute them.
 
-The argument `native` is the backend's module: backends/cpu.py or backends/cuda.py. Schemas in library/<op>.py state the
-types of most other arguments. `native.call(name, work, ...)` calls the C++ function `name`, declared in csrc/cpu/ops.h
-or csrc/cuda/ops.h. The arguments after `work` are numbers, dtypes, and arrays. An array is a tuple (tensor or None,
-dtype, rank); the tensor is checked, and its address is passed.
+The argument `native` is the backend's module: backends/cpu.py or backends/cuda.py. `native.call(name, work, ...)` calls
+the C++ function `name`, declared in csrc/cpu/ops.h or csrc/cuda/ops.h. The arguments after `work` are numbers, dtypes,
+and arrays. An array is a tuple (tensor or None, required dtype, required rank); its address is passed, 0 for None.
 """

@@ -1,4 +1,4 @@
-"""Combine on the C++ backends: csrc/cpu/combine.cpp and csrc/cuda/combine.cu take the same arguments."""
+"""Combine on the C++ backends: csrc/cpu/combine.cpp and csrc/cuda/combine.cu."""
 
 from __future__ import annotations
 

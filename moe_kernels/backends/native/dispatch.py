@@ -1,4 +1,4 @@
-"""Dispatch on the C++ backends: csrc/cpu/dispatch.cpp and csrc/cuda/dispatch.cu take the same arguments."""
+"""Dispatch on the C++ backends: csrc/cpu/dispatch.cpp and csrc/cuda/dispatch.cu."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The grouped GEMM on CPU tensors, the expert MLP and the expert norms.
 
-csrc/cpu/grouped_gemm.cpp multiplies if in_cpp returns True, else torch does. In both cases C++ applies the activation.
-It also adds the bias, except to bfloat16 products that torch computes with AMX, the matrix unit of some processors.
+C++ multiplies if in_cpp returns True, else torch does. In both cases C++ applies the activation and adds the bias, but
+torch adds it to bfloat16 products that torch computes with AMX, the matrix unit of some processors.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# C++ always multiplies experts with up to SMALL multiply-adds on average, about 60 us of work for one thread.
+# C++ always multiplies if the experts have up to SMALL multiply-adds on average.
 SMALL = 2**21
-# Fewest rows per thread for which C++ multiplies larger experts, if there are fewer experts than threads. With fewer
-# rows torch is faster, since its threads share the columns.
+# Fewest rows per thread for which C++ multiplies larger experts, if there are fewer experts than threads.
 LEAST = 24
-# Most bytes of hidden units and output rows for which the expert MLP is one C++ call, which saves 10 us. With more
-# bytes separate calls are faster: later results take memory that earlier ones freed, without page faults.
+# Most bytes of hidden units and output rows for which the expert MLP is one C++ call. With more, separate calls are
+# faster.
 AT_ONCE = 2**20
 
 
 def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    C++ multiplies experts of up to SMALL multiply-adds. It multiplies larger ones if there is an expert, or LEAST rows,
-    for each thread, except in bfloat16 with AMX, which torch uses and C++ does not. Where C++ multiplies, it is 1.2
-    times as fast as torch in the median of 624 cases with 2**20 to 2**30 multiply-adds (Zen 4). On an Intel processor
-    it is 1.1 to 1.3 times as fast up to 2**24, but 0.8 times at 2**28 (float32, AVX-512).
+    C++ multiplies experts of up to SMALL multiply-adds on average. It multiplies larger ones if there is an expert, or
+    LEAST rows, for each thread, except in bfloat16 with AMX, which torch uses and C++ does not.
     """
     num_experts, din, dout = size
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
@@ -178,7 +175,7 @@ def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]
 def _weight(weight: Tensor) -> tuple[Any, ...]:
     """The array and the three strides of a weight (E, Din, Dout). Its last or middle dimension is contiguous."""
     strides = weight.stride()
-    by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
+    by_column = strides[2] != 1 and weight.shape[2] > 1
     array = weight.transpose(1, 2) if by_column else weight, weight.dtype, 3
     return array, *strides[:2], strides[2] if by_column else 1
 
@@ -192,7 +189,7 @@ def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: in
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
     """(torch's products, the bias that C++ must still add or None). Products computed with AMX are rounded to bfloat16,
-    so torch adds the bias before: added later, it could cancel most of a product and leave the rounding error."""
+    so torch adds the bias before that: added later, it could cancel most of a product and leave the rounding error."""
     added = bias if _in_tiles(x.dtype) else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
@@ -229,7 +226,7 @@ def _in_tiles(dtype: torch.dtype) -> bool:
 
 
 def _torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies. Without AMX products in 16 bits would take 4 to 100 times as long."""
+    """The dtype in which torch multiplies. Without AMX its products in 16 bits would be slow."""
     return torch.float32 if dtype.itemsize == 2 and not _in_tiles(dtype) else dtype
 
 

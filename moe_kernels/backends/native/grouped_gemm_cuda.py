@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
-COLUMNS = 128  # columns of a tile of products in csrc/cuda; hidden_bwd and norms get one partial sum per row and tile
+COLUMNS = 128  # columns of a tile in hidden_bwd and norms, whose kernels write one partial sum per row and tile
 
 
 def fwd(
@@ -84,7 +84,8 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:
-    """Array of a weight (E, Din, Dout), its strides of experts and rows, and whether Din is contiguous, not Dout."""
+    """Array of a weight (E, Din, Dout), its strides of E and of the dimension that is not contiguous (Din or Dout), and
+    whether that dimension is Dout."""
     transposed = weight.stride(2) != 1
     rows = weight.transpose(1, 2) if transposed else weight
     return (rows, dtype, 3), weight.stride(0), rows.stride(1), transposed

@@ -1,4 +1,4 @@
-"""k-winner-take-all on the C++ backends: csrc/cpu/kwta.cpp and csrc/cuda/kwta.cu take the same arguments."""
+"""k-winner-take-all on the C++ backends: csrc/cpu/kwta.cpp and csrc/cuda/kwta.cu."""
 
 from __future__ import annotations
 

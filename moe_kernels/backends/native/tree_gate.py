@@ -36,8 +36,8 @@ def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """(epsilon, least) of the softmax: epsilon is added to leaf probabilities; leaves below `least` are left out. mode:
-    tree_gate's `parity`, "" for None."""
+    """(epsilon, least) of the softmax: epsilon is added to leaf probabilities; leaves with a probability below `least`
+    are left out. mode: tree_gate's `parity`, "" for None."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 

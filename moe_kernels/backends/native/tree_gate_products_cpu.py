@@ -1,8 +1,8 @@
 """The products of x with a tree gate's weights on CPU tensors.
 
-A tree is divided into top nodes and, below them, branches (_nodes_above). The products of top nodes are computed for
-all tokens. A saturated node sends a token to one child with probability 1, so the token cannot reach the branches below
-the other child. If enough nodes are saturated, the products of these branches are skipped
+A tree of 33 to 1024 experts is divided into top nodes and, below them, branches (_nodes_above). The products of top
+nodes are computed for all tokens. A saturated node sends a token to one child with probability 1, so the token cannot
+reach the branches below the other child. If enough nodes are saturated, the products of these branches are skipped
 (csrc/cpu/tree_gate_products.cpp). Otherwise all products are computed, as a grouped GEMM of one expert.
 """
 
@@ -24,8 +24,7 @@ COLUMNS, TILE = 32, 256
 
 # With large P and T, skipping products saves time if tokens reach on average at most the share WORTH of the branches.
 # With small P or T the share is smaller: each token in a branch costs as much as OVERHEAD more elements of x, and
-# packing the weights of a branch costs as much as PACKING more tokens. At P = 768 skipping took 0.57 to 0.65 times as
-# long as all products at a share of 0.23, and 0.84 to 0.96 times at 0.31. _reach tries up to SAMPLE tokens first.
+# packing the weights of a branch costs as much as PACKING more tokens. _reach tries up to SAMPLE tokens first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
@@ -152,7 +151,7 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
 
 
 def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether a bound shows that no product of x with a weight, plus a bias, is NaN or overflows its compute dtype."""
+    """Whether a bound shows that no product of x with a weight, plus a bias, is NaN or overflows the compute dtype."""
     largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
     return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(compute_dtype(x.dtype)).max
 

@@ -2,7 +2,6 @@
 
 Each file without a leading underscore serves one or more operations. Its functions *_supports return None if the
 kernels take a device and dtype, else the reason why not; functions *_limits return the largest sizes that kernels take.
-Files named _* hold parts that other files import.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # Only programs of the first row of tiles sum dbias. In the loop of products the sum would slow every program.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
@@ -135,7 +134,7 @@ def _expert_mlp_bwd_hidden(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
         False, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    start = first.to(tl.int64)  # added to pointers: row offsets within the tile keep 32 bits, which saves registers
+    start = first.to(tl.int64)
     weight = tl.load(row_weight_ptr + start + row, mask=used, other=0.0)
     pre_width = 2 * N if GATED else N
     pre_ptr += start * pre_width
@@ -144,7 +143,6 @@ def _expert_mlp_bwd_hidden(
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
         tl.static_assert(GATHER)  # otherwise x may be a descriptor, but the loop below reads x by pointers
-        # Only programs of the first column of tiles sum <b_out, dy>: in multiply_tile the sum would slow every program.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)

@@ -2,15 +2,7 @@
 
 The keys of TILES and ALTERNATIVES are a kernel and its inner loop: 80 for cp.async and mma.sync, 90 for wgmma, with
 tensor descriptors where possible. Kernels "fwd" and "gated" multiply rows by weights, "weight" computes the weight's
-gradient, "hidden" the gradient of an expert MLP's hidden layer. The sizes for 16-bit products were derived as follows,
-and not timed on a GPU.
-
-sm_80: in one clock an SM does 1024 multiply-adds and can read 128 bytes of shared memory. If each warp computes 64 x 64
-results, the SM reads 64 bytes a clock; with 64 x 32 it would read 96. So four warps compute 128 x 128. Their three
-buffers of 16 KB leave room for more than one block in the 164 KB of an A100's SM.
-sm_90: with wgmma of 64 x 256 x 16 an SM reads 80 of at most 128 bytes a clock; with 64 x 128 x 16 it would read 96. So
-the largest tiles are 128 x 256, by two warp groups, with four stages of 48 KB.
-float32 uses the smaller tiles of GENERAL: IEEE products run outside the tensor cores, and registers limit the tiles.
+gradient, "hidden" the gradient of an expert MLP's hidden layer. The sizes were not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activa
 
 MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
-MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once; with 131072 compilation takes 89 s
+MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once
 
 # Milliseconds of Tiles, by kernel, device, dtype, K, columns, experts and bit length of num_rows (run_with_tiles).
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
@@ -60,8 +52,7 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# Tiles that MOE_KERNELS_AUTOTUNE=1 also times. With smaller tiles or fewer stages more blocks may share an SM. Larger
-# tiles read less from L2: with 128 x 256 a kernel reads three quarters of the bytes that it reads with 128 x 128.
+# Tiles that MOE_KERNELS_AUTOTUNE=1 also times.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -130,8 +121,7 @@ def choose_tiles(
     """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and a change of tiles
-    would compile another kernel. Larger tiles cost little: an A100 multiplies a 16-bit weight by a tile of 128 rows
-    in less time than it takes to read the weight from memory.
+    would compile another kernel.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

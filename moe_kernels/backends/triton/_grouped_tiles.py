@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLICE = tl.constexpr(32)  # most columns that an epilogue computes at a time: with a whole tile registers would spill
+SLICE = tl.constexpr(32)  # most columns that _finish and _finish_hidden compute at a time, lest registers spill
 GROUP = tl.constexpr(8)  # row tiles that programs take before the next column tile, so that rows and weights stay in L2
 
 
@@ -55,7 +55,6 @@ def raster(column_tiles, programs, first):
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
     """(valid, token), (BLOCK_M) each: whether the expert has the row; the row of x to read (int64, -1 for none)."""
     row = tl.arange(0, BLOCK_M)
-    # This compares in 32 bits: with 64 the gated products of sm_80 would spill registers.
     valid = row < end - first
     if GATHER:
         token = tl.load(row_token_ptr + (first + row), mask=valid, other=-1).to(tl.int64)
@@ -79,8 +78,7 @@ def multiply_tile(
 ):  # fmt: skip
     """(total, linear): float32 tiles of x w_e at `column` and, if GATED, at linear_column; else `linear` is zeros.
 
-    w_e: the weight of the expert. Loads by pointers can become cp.async. A load by a descriptor (sm_90) becomes a bulk
-    copy by one thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
+    w_e: the weight of the expert. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
     """
     k = tl.arange(0, BLOCK_K)
     n = column + tl.arange(0, BLOCK_N)
@@ -135,7 +133,7 @@ def _weights(
 
 @triton.jit
 def split_columns(x):
-    """The left and the right half of a tile's columns. In the layout of tl.dot no data moves between threads."""
+    """The left and the right half of a tile's columns."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -185,7 +183,7 @@ def _normal(x):
     """The standard normal distribution function at x, and its density.
 
     For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|) and a polynomial P of degree 8. In exact
-    arithmetic the relative error is at most 8e-8 for |x| <= 13. Erf takes more instructions, and 1 + erf loses digits.
+    arithmetic its relative error is at most 8e-8 for -13 <= x <= 0, where 1 + erf(x / sqrt(2)) would lose digits.
     """
     t = _reciprocal(tl.fma(tl.abs(x), 0.29, 1.0))
     p = tl.fma(t, 0.0391919046, -0.192664613)
@@ -203,7 +201,7 @@ def _normal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """The sigmoid of x and of -x, without cancellation. It takes fewer instructions than tl.sigmoid."""
+    """The sigmoid of x and of -x, without cancellation."""
     power = tl.exp2(-1.4426950408889634 * tl.abs(x))
     more = _reciprocal(1.0 + power)
     less = power * more
@@ -212,7 +210,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for x >= 1, with a relative error of up to about 3e-7. A division takes more instructions."""
+    """1 / x for x >= 1, with a relative error of up to about 3e-7."""
     root = tl.rsqrt(x)
     return root * root
 

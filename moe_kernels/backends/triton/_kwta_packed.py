@@ -3,8 +3,7 @@
 Each round of the search counts the elements that reach a trial threshold. One instruction compares both halves of a
 word as float16. Bit patterns of bfloat16 compare correctly too up to magnitude 2^121; greater ones are NaN in float16.
 If a row has such a pattern, a float16 sum of the row is NaN (_needs_order). The program's rows then become integers
-(_ordered), which take more instructions for each comparison. A lane holds up to 64 elements, so that few lanes pay the
-fixed cost of a round.
+(_ordered).
 
 The middle of a row consists of the 16-byte vectors (eight elements) that lie wholly in the row. A row that starts or
 ends inside a vector has edges too: up to seven elements before the middle (head) and after it (tail).
@@ -47,7 +46,7 @@ def _at_least(pairs, least, ordered):
     """0xFFFF in each half of `pairs` >= the same half of `least`, else 0. If ordered, both halves of `least` must be
     the same number, not 0."""
     if ordered:
-        # x >= least if the mean of x and 2^16 - least is at least 2^15. `result` comes from the means of both halves.
+        # x >= least if the mean of x and 2^16 - least is at least 2^15.
         other = 0x10000 - least
         result = _fill_halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:

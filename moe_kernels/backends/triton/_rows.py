@@ -17,8 +17,6 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tile sizes and warps of a program for rows of `dim` elements."""
-    # Rows longer than LONGEST are split into blocks of LONGEST / 2: with blocks of LONGEST, combine's backward spills
-    # registers in float16 if the unit is 1.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
@@ -27,9 +25,8 @@ def tile(dim: int) -> dict[str, int]:
 def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
     """The first of `units` (in elements; by default 16 bytes) that divides n, all row strides and addresses, else 1.
 
-    A kernel gets n and the strides divided by this unit and multiplies them by it, so the compiler knows a divisor. If
-    n itself were passed, Triton would only know whether 16 divides n, and would read rows of 1000 bfloat16 two bytes at
-    a time. The unit is 1 if n or a stride is 2^31 or more: the kernel's product could overflow 32 bits.
+    A kernel gets n and the strides divided by this unit and multiplies them by it, so the compiler knows a divisor. The
+    unit is 1 if n or a stride is 2^31 or more: the kernel's product could overflow 32 bits.
     """
     size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):

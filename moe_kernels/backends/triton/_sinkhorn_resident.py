@@ -54,7 +54,6 @@ def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     inside = (which & (matrix < B))[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
-    # Not (matrix * n + i) * n: the compiler would share matrix * n + i with _vectors and keep it in 64-bit registers.
     offsets = matrix[:, None, None] * n * n + (i[None, :, None] * n + i[None, None, :])
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
 

@@ -23,7 +23,6 @@ def _strip(ptr, stride_B, stride_I, first, n, ROWS: tl.constexpr, N: tl.constexp
 def _store_strip(ptr, x, first, n, ROWS: tl.constexpr, N: tl.constexpr):
     i = first + tl.arange(0, ROWS)
     j = tl.arange(0, N)
-    # Offsets within a matrix have 32 bits: an address of 64 bits for each row would cost registers.
     offsets = tl.program_id(0).to(tl.int64) * n * n + (i[:, None] * n + j[None, :])
     inside = (i < n)[:, None] & (j < n)[None, :]
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)

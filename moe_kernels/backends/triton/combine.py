@@ -1,5 +1,4 @@
-"""Combine in Triton: a token's rows are summed in float32, in the order of its choices. Backward loops over the choices
-too; the gradient dy of the token stays in registers if it fits a tile."""
+"""Combine in Triton: a token's rows are summed in float32, in the order of its choices."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _sum_rows(
 ):
     """Stores columns `d` of the sums of BLOCK_T tokens."""
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for k in tl.range(0, K, loop_unroll_factor=2):  # so that the loads of two rows are in flight together
+    for k in tl.range(0, K, loop_unroll_factor=2):
         row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
         inside = (row >= 0)[:, None] & (d < D)
         values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
@@ -43,8 +42,8 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# K is not in do_not_specialize, so Triton compiles a kernel of its own for K = 1. `weighted` is no constexpr, so one
-# compiled kernel computes both the weighted sums of combine and the plain sums of dispatch's backward.
+# `weighted` is no constexpr, so one compiled kernel computes the weighted sums of combine and the plain sums of
+# dispatch's backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)

@@ -58,7 +58,7 @@ def _grouped_gemm_fwd(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
         GATED, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    start = first.to(tl.int64)  # row offsets within the tile keep 32 bits, which saves registers
+    start = first.to(tl.int64)
     if NORMS:
         n = column + tl.arange(0, BLOCK_N)
         if BIAS:

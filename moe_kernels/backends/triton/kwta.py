@@ -26,14 +26,13 @@ FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.fl
 
 LONGEST = 16384  # most keys in a program's first tile; rows up to RESIDENT have their other keys in a second tile
 RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
-CHUNK = 4096  # most elements that a program writes at a time: more would mostly take more registers
+CHUNK = 4096  # most elements that a program of _kwta_fwd writes at a time
 BLOCK_BWD = 4096  # most elements that a program of _kwta_bwd computes
-TRIALS = 8  # rounds with interpolated trials before bisection; most rows of normal elements need fewer
+TRIALS = 8  # rounds with interpolated trials before bisection
 
 
 def warps(block: int) -> int:
-    """Warps for a tile of `block` elements: 32 elements for each thread, in tiles of at least 1024. With fewer, more
-    threads would pay the fixed cost of a round of the search."""
+    """Warps for a tile of `block` elements: 32 elements for each thread, in tiles of at least 1024."""
     return max(block // 1024, 1)
 
 
@@ -206,7 +205,6 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            # Loads losers too: a mask that differs between neighbours would split vector loads.
             values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
@@ -237,7 +235,6 @@ def _kwta_bwd(
     offsets = word[:, None] * 32 + lane
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
-    # Loads grad of losers too, so that a thread can load 16 bytes at once if UNIT allows.
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
     tl.store(dx_ptr + row * N + offsets, tl.where(wins, grad, 0), mask=offsets < N)
 
@@ -327,11 +324,7 @@ def _aligned_like_contiguous(x: Tensor) -> Tensor:
 
 
 def packed_tile(n: int) -> dict[str, int]:
-    """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
-
-    A lane holds up to 64 elements, so that few lanes pay the fixed cost of a round. A row of 513 to 1024 elements has
-    32 lanes, though 16 would do: two rows in a warp would both run the rounds of the slower one.
-    """
+    """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps."""
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)
     return {
