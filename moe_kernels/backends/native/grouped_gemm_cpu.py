@@ -21,9 +21,7 @@ from moe_kernels.library.grouped_gemm import refuse_bad_rows
 SMALL = 2**21
 # Fewest rows per thread for which C++ multiplies larger experts, if there are fewer experts than threads.
 LEAST = 24
-# Most bytes of hidden units and output rows for which the expert MLP is one C++ call. With more, separate calls are
-# faster.
-AT_ONCE = 2**20
+AT_ONCE = 2**20  # most bytes of hidden units and output rows for which the expert MLP is one C++ call
 
 
 def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
@@ -181,7 +179,6 @@ def _weight(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Memory for a result (num_rows, width): `by_torch` if it is a tensor of dtype `dtype`, else new memory."""
     if by_torch is not None and by_torch.dtype == dtype:
         return by_torch
     return torch.empty(num_rows, width, dtype=dtype, device="cpu")

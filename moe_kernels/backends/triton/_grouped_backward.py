@@ -1,8 +1,8 @@
 """Backward of the grouped GEMM, of an expert MLP's hidden layer and of activations; and sums of each token's rows.
 
 The gradient to x is not here: it comes from the forward kernel on transposed weights. For the weight gradient a program
-computes a tile of dW from all rows of its expert, in order. It reads them by pointers on every device: a bulk copy
-(TMA) would read a whole block of rows, so the last block of an expert would include rows of the next expert.
+computes a tile of dW from all rows of its expert, in order. It reads them by pointers, not by bulk copies (TMA): the
+last block of an expert would include rows of the next expert.
 """
 
 from __future__ import annotations

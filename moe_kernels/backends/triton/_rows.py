@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.backends._addresses import aligned
 
-TILE = 2048  # elements of a program's tile, 16 for each thread; 4096 for rows of 2049 to 4096 elements
+TILE = 2048  # elements of a program's tile; 4096 for rows of 2049 to 4096 elements
 LONGEST = 4096  # longest row that fits one tile
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

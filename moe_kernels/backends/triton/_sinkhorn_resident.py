@@ -24,7 +24,6 @@ def exponential(x, FLOAT64: tl.constexpr):
 
 @triton.jit
 def log_of(total):
-    """log(total); 0 unless total > 0."""
     return tl.where(total > 0, tl.log(tl.where(total > 0, total, 1.0)), 0.0)
 
 

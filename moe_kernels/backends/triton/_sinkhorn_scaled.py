@@ -62,13 +62,11 @@ def _begin(
 
 @triton.jit
 def _inverse_of(total):
-    """1 / total; 0 unless total > 0."""
     return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
 @triton.jit
 def _differ(x, y):
-    """1 if any element of x (M, N) differs from that of y, else 0."""
     return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
 
 
