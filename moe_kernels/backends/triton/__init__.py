@@ -31,7 +31,7 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
 
 
 def _interpreter_fails() -> str | None:
-    """Why Triton's interpreter fails, or None. Before Triton 3.7 it uses arrays as loop bounds, which numpy 2.4 refuses."""
+    """Why Triton's interpreter fails, or None. Before 3.7 it uses arrays as loop bounds, which numpy 2.4 refuses."""
     if _release(triton.__version__) >= (3, 7) or _release(numpy.__version__) < (2, 4):
         return None
     return f"the interpreter of Triton {triton.__version__} takes numpy below 2.4, not {numpy.__version__}"
