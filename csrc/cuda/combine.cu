@@ -12,8 +12,7 @@ namespace {
 // its token's row of the gradient.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Least number of blocks per SM; a thread may then use 48 registers. Without this launch bound nvcc 13.0 gives the
-// forward kernel for vectors of float32 only 32 registers, and it loads one row after the other.
+// Least number of blocks per SM; a thread may then use 48 registers.
 constexpr int kBlocks = 5;
 
 // For kBatch choices of a token: the row, the weight, and vector `v` of the row (zeros unless `inside`). For a dropped

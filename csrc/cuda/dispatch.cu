@@ -1,6 +1,4 @@
-// Dispatch: reads each token once and writes it to all of its rows. A gather would read a token again for each of its
-// rows. At T = 32768, D = 2048, K = 8 in bf16, x (134 MB) does not fit in the L2 cache of an A100, and a gather would
-// move 2.1 GB instead of 1.2.
+// Dispatch: reads each token once and writes it to all of its rows.
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
 #include "ops.h"

@@ -7,8 +7,8 @@ namespace moe {
 namespace {
 
 // Forward computed h = act(pre), or act(gate) * linear if gated, and y, the sum of w (h W_out + b_out) over a token's
-// rows with row weights w. The GEMM computes a = dy W_out^T. The epilogue stores the gradient of pre, w h, and partial
-// sums of dw = <h, a> + <b_out, dy>.
+// rows with row weights w. The GEMM computes a = dy W_out^T. The epilogue stores dpre (the gradient to pre), weighted
+// (w h), and partial: partial sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D), or (R, D) without row_token: dy
@@ -27,7 +27,7 @@ struct Hidden {
 
   __host__ __device__ static constexpr bool gated_columns() { return false; }
 
-  // Returns this lane's part of <b_out, dy> for a row, which LANES lanes compute together.
+  // This lane's part of <b_out, dy> for a row, where LANES lanes share the row.
   template <int LANES>
   __device__ float bias_share(const TileRows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;

@@ -6,7 +6,7 @@
 namespace moe {
 namespace {
 
-// Writes out = act(x W + b), and pre = x W + b if `pre` is not null.
+// Writes the activation of x W + b to `out`, and x W + b to `pre` if `pre` is not null.
 template <class T>
 struct Activate {
   Bias<T> bias;

@@ -8,7 +8,7 @@
 namespace moe {
 namespace {
 
-// Rows that a thread loads at the same time, and blocks per SM, as in combine.cu.
+// kBatch: rows that a thread loads at the same time. kBlocks: least number of blocks per SM.
 constexpr int kBatch = 4, kBlocks = 5;
 
 template <class T, class Vector>

@@ -1,6 +1,5 @@
 // The gradients of grouped GEMM to weights and bias, in one launch. Over each expert's rows, dweight is x^T grad, and
-// dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias: they wait for memory
-// while other blocks multiply.
+// dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"

@@ -16,8 +16,7 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes before bisection. For rows with many zeros, the last but one tries key 0 if that is between the bounds, and
-// the last two try key 1 if the lower bound is 0.
+// Passes before bisection. The last two may try keys 0 and 1, for rows with many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -86,7 +85,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
 }
 
 // For a row in registers: this thread's winning ties (elements with key Cut::above - 1). The counts of two chunks
-// (kwta_row.h) share a 32-bit word: chunks c of all threads of a row have at most 4096 elements together.
+// (kwta_row.h) share a 32-bit word. A count fits in 16 bits: it is at most 4096, also summed over a row's threads.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
@@ -113,7 +112,7 @@ struct ThreadTies {
       else if (wins > 0) partly = c, left = wins;
       needed -= of_chunk(total);
     }
-    int mine = 0;  // counted again, because keeping the counts of all chunks would need registers
+    int mine = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (partly == c) mine = row.count_ties(row.resident[c], above, tied);
@@ -132,8 +131,8 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame.h), and subtracts the
-// number of ties of the head from `needed`. Ties of the head win first, ties of the tail last.
+// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame.h). Ties of the head win
+// first, ties of the tail last. `needed` becomes the number of ties that win after those of the head; none if <= 0.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {
@@ -301,7 +300,7 @@ constexpr int kMaxThreads = kLongest / kMostElements<T>;
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES lanes hold a row, ELEMENTS elements each. launch_rows takes few lanes, since a pass has a fixed cost in each.
+// LANES lanes hold a row, ELEMENTS elements each.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -315,8 +314,6 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// Least number of blocks per SM. Up to kLongest elements: three of 256 threads for 16 bits (at most 80 registers a
-// thread), two of 512 for float32 (at most 64), but one for float32 with edges, which needs more. Longer rows: one.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -352,7 +349,7 @@ cudaError_t launch_rows(const Problem& p, cudaStream_t stream) {
   if (n <= kLongest) {
     return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 with edges needs more registers than 1024 threads can have: 64
+  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 with edges needs over 64 registers a thread
     constexpr int kThreadsHeld = 2 * kMaxThreads<T>;
     if (n <= kThreadsHeld * kMost) {
       return launch(kwta_block_kernel<T, WHOLE, kMost, kThreadsHeld>, blocks, threads, 0, stream, p);

@@ -1,6 +1,5 @@
-// k-winner-take-all reads and writes a row in vectors of 16 bytes. The middle of a row is its whole vectors that start
-// at multiples of 16 bytes. The row's edges are its head and tail: fewer than kVector elements before and after the
-// middle.
+// The parts of a row of k-winner-take-all. The middle consists of all whole vectors of 16 bytes that start at multiples
+// of 16 bytes. The edges are the head and the tail: fewer than kVector elements before and after the middle.
 #pragma once
 
 #include "moe/vector.cuh"
@@ -90,7 +89,7 @@ constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
 // The winners' flags of a row with edges, collected in shared memory. The head's flags are the last bits of byte 0, and
 // the flags of the middle start at byte 1. So the row starts at bit `shift`. With RING = 0 `words` holds the flags
-// of the whole row, else it is a ring of RING words: the flags of four vectors of every thread.
+// of the whole row, else it is a ring of RING words.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
@@ -122,8 +121,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // Appends the tail's flags to those of the middle, and zeros up to the end of the last word. Writes the words of
-  // `bits` that `drain` has not written. put: number of elements with flags from `put`, also past the middle.
+  // Appends the tail's flags to those of the middle, and zeros after them. Writes the words of `bits` that `drain` has
+  // not written. put: number of positions, from the start of the middle, whose flags are in `words` already.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

@@ -1,6 +1,6 @@
 // A thread's part of a row of k-winner-take-all. Elements of a plain row (see Plain) are kept as in memory and compared
-// as floating-point numbers, two 16-bit elements in one instruction. Elements of other rows are converted to keys:
-// integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
+// as floating-point numbers. Elements of other rows are converted to keys: integers in the order of the values
+// (moe/keys.cuh). A word is 32 bits, one or two elements.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace moe {
 namespace {
 
 // The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp must call
-// its functions together.
+// the functions of Team together.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -93,7 +93,7 @@ struct Team {
 
 // Compares elements of a plain row with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
 // Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger numbers become
-// NaN. A plain row has no NaN. `check` adds elements to `found`: a NaN makes it NaN, infinities may.
+// NaN. A plain row has no NaN. `check` adds elements to `found`: a NaN makes it NaN; infinities and overflow may too.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -116,8 +116,8 @@ struct Plain<float> {
 };
 
 // Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
-// registers; with 0 they are read again in each pass. A thread also holds EDGES elements of the head and EDGES of the
-// tail.
+// registers; with 0 they are read again in each pass. A thread also holds up to EDGES elements of the head and of
+// the tail.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;

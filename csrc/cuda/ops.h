@@ -126,12 +126,12 @@ cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // per matrix: 8 bytes if n <= 64, else (n, n) float32 unless dtype is float32
+                         void* scratch,  // per matrix: 8 bytes if n <= 64; else (n, n) float32, or none for float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         // A matrix stops once all its sums are this close to rows and columns. Negative: never, as it
-                         // must be without rows and columns.
+                         // A matrix stops once its sums are this close to rows and columns; those of -inf alone do
+                         // not count. Negative: no tolerance. It must be negative without rows and columns.
                          double tolerance,
                          cudaStream_t stream);
 
@@ -141,7 +141,8 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // per matrix: float64 (iterations, 2, n), then 8 bytes if n <= 64, else (n, n)
+                         // per matrix: (iterations, 2, n) float64, then 8 bytes if n <= 64, else (n, n) float64
+                         void* scratch,
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums

@@ -64,7 +64,7 @@ struct Tile {
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
-    int64_t id[kPerThread];  // past the end the id of the last request, so that no load needs a branch
+    int64_t id[kPerThread];  // past the end, the id of the last request
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(number(i), requests.total - 1));
 #pragma unroll
@@ -134,8 +134,8 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Each block computes the first row of every expert, which saves a launch, and puts those of its window into `offset`.
-// Returns the number of rows in use.
+// Computes the first row of every expert and puts those of the block's window into `offset`. Returns the number of rows
+// in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
   const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
   const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
-#pragma unroll 1  // else nvcc computes the number of iterations by a 64-bit division
+#pragma unroll 1
   for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
     plan.row_token[row] = plan.row_choice[row] = -1;
   }

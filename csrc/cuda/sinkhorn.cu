@@ -1,19 +1,19 @@
 // Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
 // matrix stays in the registers of 1 to 256 threads, a larger one in memory (sinkhorn_streamed.h). There are two forms:
-// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Takes less
-//   time, but is possible only with one tau, rows of small range, no prescribed sums and no tolerance.
+// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Possible
+//   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. Unless tau changes or
-// sums are prescribed, the scaled kernel runs first, and flags the matrices that are left to the logarithmic kernel.
-// Above n = 64 one forward kernel has both forms, and backward is logarithmic.
+// Up to n = 64 each form is a kernel of its own. Unless tau changes or sums are prescribed, the scaled kernel runs
+// first, and flags the matrices that are left to the logarithmic kernel. Above n = 64 one forward kernel has both
+// forms, and backward is logarithmic.
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
 // * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
-//   An iteration adds B_ij dg_j + A_ij df_i to dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
-//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. They would add less than 6e-14 sum |P * dP| to dS_ij.
-// The scaled backward pass is in double; backends/triton/_sinkhorn_scaled.py tells how large the errors of float are.
+//   An iteration adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
+//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. They would add less than 6e-14 sum |P * dP| to tau dS_ij.
+// The scaled backward pass is in double, because the terms of a gradient can cancel.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -169,7 +169,6 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // Without kEarly (n <= 8) `history` holds v alone, and u is computed again.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
@@ -313,7 +312,7 @@ using Quad = Team<2, 2, 4, 4>;        // n <= 8
 using HalfWarp = Team<4, 4, 4, 4>;    // n <= 16
 using Warp = Team<8, 4, 4, 8>;        // n <= 32, forward
 using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
-using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, whose matrices of doubles need more registers
+using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
 Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {

@@ -10,7 +10,7 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // largest n; the 99 KB of shared memory of sm_86 suffice
+constexpr int kLargest = 1024;       // largest n
 constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
@@ -27,7 +27,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // Shared memory for `partial` may limit the warps: at n = 1024 a block has 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // Shared memory for `partial` may limit the number of warps.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
