@@ -193,7 +193,7 @@ struct Row {
     }
   }
 
-  // Called with the first word of each chunk only: this sample is enough for the first threshold.
+  // Called only with the first word of each chunk: a sample is enough for the first threshold.
   __device__ static void add_moments(uint32_t word, float2& moments) {
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {

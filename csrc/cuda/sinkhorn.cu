@@ -8,7 +8,7 @@
 // first, and flags the matrices that are left to the logarithmic kernel. Above n = 64 one forward kernel has both
 // forms, and backward is logarithmic.
 //
-// From n = 9 on the scaled form stops early:
+// From n = 9 on the scaled form may stop early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
 // * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
 //   An iteration adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
