@@ -9,7 +9,7 @@ from torch import Tensor
 def combine(rows: Tensor, plan: Any, weights: Tensor | None = None) -> Tensor:
     """rows (R, D), weights (T, K) -> y (T, D): y_t = sum over k with slot_row_tk >= 0 of weights_tk rows[slot_row_tk].
 
-    Summed in float32 (float64 stays). Without weights every weight is 1. Weights of dropped choices have no
+    Summed in float32 (float64 stays). Without weights every weight is 1. Weights of choices without a row have no
     effect, even NaN.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)

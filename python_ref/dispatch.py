@@ -1,4 +1,4 @@
-"""Dispatch, by definition: row r of the result is token row_token_r, or zeros."""
+"""Dispatch, by definition: copies the tokens to the rows of a plan."""
 
 from typing import Any
 

@@ -102,7 +102,7 @@ def _log_sum(log_p: Tensor, dim: int) -> Tensor:
 
 
 def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
-    """Raises ValueError unless every row sum of p (..., n, n) is within RESIDUAL of `rows`, as at a fixed point."""
+    """Raises ValueError unless every row sum of p (..., n, n) is within RESIDUAL of `rows`."""
     error = (p.double().sum(-1) - rows).abs()
     if not bool((error <= RESIDUAL).all()):
         worst = float(error.nan_to_num(nan=torch.inf).max())

@@ -17,7 +17,7 @@ from torch import Tensor
 def smooth_step(t: Tensor, gamma: float) -> Tensor:
     """h(t): 0 up to -gamma/2, 1 from gamma/2 on, u^2 (3 - 2 u) between, with u = (t + gamma/2) / gamma. Elementwise.
 
-    In this form h is accurate near t = -gamma/2, where the terms of the expanded cubic cancel. 1 - h(t) equals h(-t).
+    In this form h is accurate near t = -gamma/2, where the terms of the expanded cubic cancel.
     """
     t_promoted = _promoted(t)
     u = ((t_promoted + gamma / 2) / gamma).clamp(0, 1)
@@ -41,7 +41,7 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
     """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
     p are the leaf probabilities. Without `parity` the terms are computed as p exp(leaf_logits), and leaves with p below
-    the smallest normal number are left out, so that the derivative of a gate to p, at most 1 / p, is finite. parity:
+    the smallest normal number are left out, so that 1 / p, a bound of the derivative of a gate to p, is finite. parity:
     "tf" and "bert" compute log p as the authors' TensorFlow and BERT code do (see moe_kernels/ops/tree_gate.py).
     """
     if parity is not None:

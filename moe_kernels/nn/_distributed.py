@@ -1,4 +1,4 @@
-"""Zero gradients for unused parameters: DistributedDataParallel by default expects a gradient of each parameter."""
+"""Zero gradients for unused parameters, for DistributedDataParallel."""
 
 from __future__ import annotations
 

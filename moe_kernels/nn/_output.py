@@ -19,7 +19,7 @@ Hook = Callable[..., Any]
 
 
 class OutputModule(nn.Module):
-    """A module whose output is a dataclass of tensors, registered as a pytree.
+    """A module whose output may be a dataclass that is registered as a pytree.
 
     torch calls no full backward hooks for a module that returns a dataclass; this class does. A hook's `grad_output`
     has the gradients of those tensors of the output that require a gradient, in the order of the fields.

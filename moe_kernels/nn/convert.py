@@ -180,7 +180,6 @@ def _deinterleave(columns: Tensor) -> Tensor:
 
 
 def _interleave(columns: Tensor) -> Tensor:
-    """The inverse of `_deinterleave`."""
     return torch.stack(columns.chunk(2, -1), -1).flatten(-2)
 
 
@@ -198,7 +197,6 @@ def _check_keys(function: str, expected: set[str], got: set[str], prefix: str) -
 
 
 def _first_keys(keys: Iterable[str], prefix: str) -> str:
-    """At most six of the keys, for a message."""
     names = [prefix + key for key in sorted(keys)]
     return ", ".join(names[:6] + ["..."] * (len(names) > 6)) or "no keys"
 

@@ -21,8 +21,8 @@ from moe_kernels.plan import RoutingPlan
 class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
-    `rows(x, plan)` returns the experts' outputs (R, Dout) for the R rows of the plan, before weighting. MultiGateMoE
-    combines them once for each task. A subclass defines `outputs`, which returns the rows before dropout.
+    `rows(x, plan)` returns the experts' outputs (R, Dout) for the R rows of the plan, before weighting. A subclass
+    defines `outputs`, which returns the rows before dropout.
 
     Across processes: moe_kernels.nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which
     sends rows to the ranks that own their experts and the outputs back. num_experts stays the number of all experts.

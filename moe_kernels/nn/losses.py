@@ -117,7 +117,7 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """mean over t of (log sum over e of exp logits_te)^2: keeps logits small, where rounding errors are small.
+    """mean over t of (log sum over e of exp logits_te)^2: keeps logits small.
 
     Args:
         logits: (T, E).

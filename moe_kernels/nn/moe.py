@@ -65,9 +65,8 @@ class MoEOutput:
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Detached tensors by name: the records, statistics of the gates ("task0.name" in a MultiGateMoE) and those of
-        the plan: "experts_per_token" (); "load" (E), each expert's rows over T; "dropped" (), that share of requests.
-
-        Every read computes them anew; a forward computes none.
+        the plan: "experts_per_token" (), rows in use over T; "load" (E), each expert's rows over T; "dropped" (), the
+        share of the requests that were dropped. Every read computes them anew.
         """
         prefixes = [f"task{index}." for index in range(len(self.gates))] if isinstance(self.y, tuple) else [""]
         named = zip(prefixes, self.gates, strict=True)

@@ -11,9 +11,8 @@
 
 A rank routes only its own tokens. n ranks with T / n tokens each and TokenChoice or ExpertChoice compute what one
 process computes for the T tokens with that policy and group=T // n; if nothing is dropped, TokenChoice needs no group.
-Results agree within rounding. If n is a power of two and the one process does not use the fused expert_mlp, float32
-outputs and gradients of the experts agree bit for bit for a loss that is a mean over tokens; a rank's gradient of x is
-then exactly n times that of one process. `GlobalPolicy` routes the tokens of all ranks together.
+Results agree within rounding. For a loss that is a mean over tokens, a rank's gradient of x is n times that of one
+process. `GlobalPolicy` routes the tokens of all ranks together.
 
 The gradient of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks, which
 DDP and FSDP2 compute for the other parameters. So average the experts' gradients only over the data-parallel dimension
@@ -111,7 +110,7 @@ class Exchange:
     def __call__(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): the experts' outputs for the rows of this rank's plan, zeros past the rows in use."""
         self._check(experts, x, plan)
-        (x,) = as_autocast(x)  # rows are sent in autocast's dtype
+        (x,) = as_autocast(x)
         # With slot_row sorted, dispatch's backward sums a token's rows in ascending order, as grouped_gemm's does.
         plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)
         if self.capacity is not None:
@@ -271,8 +270,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
     """DistributedDataParallel (DDP) of a model with sharded experts. mesh: all ranks, such as mesh["dp", "ep"].
 
     Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
-    options: arguments of DDP. FSDP2 does not need this function: see ExpertParallel. DDP with device_mesh=mesh["dp"]
-    computes the same means, but with torch 2.13 named_parameters lacks the DTensors after a forward pass.
+    options: arguments of DDP. FSDP2 does not need this function: see ExpertParallel.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
@@ -296,8 +294,8 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Returns the norm () of all gradients, as in one process. If it exceeds max_norm, scales gradients to max_norm.
 
-    `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. This function computes a norm for each mesh
-    and combines the norms. Call it on all ranks, after the gradients are averaged over the data-parallel ranks.
+    `torch.nn.utils.clip_grad_norm_` fails for parameters of several meshes. Call this function on all ranks, after the
+    gradients are averaged over the data-parallel ranks.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():

@@ -32,8 +32,8 @@ class CompetitionGate(Gate):
         rate: lambda, the probability of a competition step in training: a number, or a function of the step, which
             counts from 0. Every gate draws for itself.
         alpha: coefficient of the router's loss, as in the published code; eq. 5 multiplies the task's loss instead.
-        through_norms: True: the output's gradient reaches the experts through their outputs and through the norms,
-            whose softmax weights the outputs, as in the published code. False: through the outputs alone. The target of
+        through_norms: True: the output's gradient reaches the experts through their outputs and through the gate
+            weights, a softmax of the norms, as in the published code. False: through the outputs alone. The target of
             the router's loss is a constant in both cases.
         coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The draw is on
             the host and waits for no device; in training torch.compile breaks its graph there.

@@ -22,7 +22,7 @@ class DSelectKGate(Gate):
         k: number of selectors.
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r_ji log(r_ji + 1e-6).
-        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6), used if E is no power of two. The
+        reciprocal: coefficient of sum over t, j of 1 / (1e-6 + sum over i of r_ji), used if E is no power of two. The
             2^m - E codes from E on then have no expert; their share of a selector is lost, so gates can sum to
             less than one.
         generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator, which always draws A and a. c

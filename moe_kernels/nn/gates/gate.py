@@ -63,7 +63,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: each record's mean; for "experts_per_sample" the mean number of weights >= 1e-5 a token."""
+        """Scalars by name: each record's mean; "experts_per_sample": over tokens, the mean count of weights >= 1e-5."""
         return {name: _statistic(name, record) for name, record in self.records.items()}
 
     @property
@@ -190,7 +190,7 @@ class TopKRouter(Gate):
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1 / E^2) like logits (T, E), V-MoE's noise (paper 003). Paper 002 does not say what noise it adds."""
+    """N(0, 1 / E^2) like logits (T, E), V-MoE's noise (paper 003)."""
     return normal_like(logits, generator) / logits.shape[-1]
 
 

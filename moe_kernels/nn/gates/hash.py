@@ -68,7 +68,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes into `table` the expert of every id of positive frequency: that of the least sum of frequencies so far."""
+    """Writes into `table` the experts of the ids of positive frequency (see HashGate)."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

@@ -39,7 +39,7 @@ class StableGate(Gate):
     Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
     "distill" alone; the choice is a constant. State dicts keep `stage`.
 
-    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004 (CompeteSMoE). Experts train in both stages.
+    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004 (CompeteSMoE).
 
     Example:
         >>> gate = StableGate(16, 4, vocabulary=100)

@@ -24,8 +24,8 @@ class StagedGate(Gate):
             KL(first's gates || softmax of second's logits). If it is not 0, second must be a TopKGate.
         second_in_evaluation: whether evaluation always uses the second gate, as for a first gate that needs labels.
 
-    losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters: phase two
-    of the sparse ViT calls nn.schedules.train_gates_alone(model); in its phase three all parameters train.
+    losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters;
+    nn.schedules.train_gates_alone(model) does.
 
     Source: paper 002 (sparse ViT), section 3.2.
 

@@ -29,7 +29,7 @@ class XMoEGate(TopKRouter):
     Args:
         dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
-        embedding: d_e; 8 in the published code of paper 004, 16 in torchscale.
+        embedding: d_e; 8 in the published code of paper 004.
         score: "code", "cosine" or "learned".
         temperature: of "cosine"; for "learned" the initial value.
         backend: as in topk_gate.
