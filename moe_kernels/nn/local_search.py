@@ -65,7 +65,7 @@ class LocalSearch(KeepsFloat32):
     State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
     (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
     `distance` (permutations), the largest absolute element of S - P at the switch, NaN before and if T < 2. State dicts
-    also hold `step`. If `assigned` was written, evaluation computes `source` again, so
+    also hold `step`. If `assigned` was written after `source` was computed, evaluation computes `source` again, so
     torch.optim.swa_utils.AveragedModel with use_buffers=True has the permutation nearest to its averaged `assigned`.
 
     From step T on the gradient of U is None, or 0 if torch.distributed is initialised, since DDP needs a gradient.

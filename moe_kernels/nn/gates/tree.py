@@ -23,7 +23,7 @@ class TreeGate(Gate):
         gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert a token.
         bias: whether nodes and leaves have biases, as in the authors' TensorFlow code; the paper prints none.
-        parity: as in tree_gate. In saturated trees it changes only rounding, so tree_route has no such argument.
+        parity: as in tree_gate.
         route: whether evaluation uses tree_route if every tree is saturated for every token. Its results equal those
             of tree_gate within rounding but have no gradient. The check makes the host wait for a GPU. On the meta
             device, in torch.compile and in torch.export tree_gate runs in any case.
