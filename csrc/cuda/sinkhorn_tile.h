@@ -14,8 +14,7 @@
 namespace moe {
 namespace {
 
-// Bounds on the range (maximum - minimum) of each row of scores / tau. Below them Scaled can be used, in float and in
-// double: its k, u and v are then normal numbers.
+// Scaled<float> and Scaled<double> are used only if each row of scores / tau has a range (maximum - minimum) below this.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // relative bound at which the scaled backward pass stops (sinkhorn.cu)
 
@@ -70,7 +69,7 @@ struct Matrices {
 };
 
 struct Sums {
-  const double *rows, *columns;  // (B, n): prescribed sums; both null: ones, without a tolerance and without gradients
+  const double *rows, *columns;  // (B, n): prescribed sums; or both null: ones, and `tolerance` must be negative
   double tolerance;              // negative: none
   double *drows, *dcolumns;      // (B, n): gradients to rows and columns, for the backward pass
   int64_t start = 0;             // index in these arrays of the matrix's first sum
@@ -85,9 +84,7 @@ struct Sums {
   __device__ double row_error(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_error(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients to the prescribed sums. One thread makes all calls for a row or column. The potential f of a row contains
-  // -tau log(rows), and df of the backward pass is the gradient to f / (last tau). So each iteration subtracts
-  // df / rows times tau / (last tau) from drows; columns likewise.
+  // Gradients to the prescribed sums. One thread must make all calls for a row or column.
   __device__ void init_row(int i, double d) const {
     if (prescribed() && i < n) drows[start + i] = d;
   }
@@ -111,8 +108,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is within one warp
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  // Whether the scaled form may stop before the last iteration. Not for n <= 8: a warp then has 8 or 32 matrices, and
-  // would run until the last of them stops.
+  // Whether the scaled form may stop before the last iteration.
   static constexpr bool kEarly = kN >= 16;
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
@@ -326,7 +322,8 @@ struct Scaled {
 
 // P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is
 // the maximum of S - g over the row, row_log = log(sum of exp((S - g - row_anchor) / tau) / prescribed sum); both are 0
-// for a row of -inf alone. The parts are stored apart because 1 / tau would magnify the rounding error of their sum.
+// if all scores of the row are -inf. The parts are stored apart because 1 / tau would magnify the rounding error of
+// their sum.
 // T: the type of the exponentials, and of each thread's sums of them.
 template <class T, class Team>
 struct Potentials {
@@ -336,9 +333,8 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all row and column sums are within the tolerance before it, returns false and keeps f, g and the
-  // parts of g. A row sum before the iteration is the prescribed sum times exp((change of f) / tau). Column sums are
-  // checked before the first iteration only: each iteration ends with columns().
+  // One iteration; but if the row sums, and in the first call the column sums, are within a tolerance >= 0, returns false
+  // and keeps f, g and the parts of g. A row sum before the call is the prescribed sum times exp((change of f) / tau).
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -410,7 +406,7 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest error of the column sums of exp(scores / tau) in this thread's columns, except columns of -inf alone.
+  // The largest error of the column sums of exp(scores / tau) over this thread's columns with a score above -inf.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

@@ -1,6 +1,4 @@
-// The top-k gate. A warp takes a token. With up to 1024 experts the forward kernel reads each logit once, and keeps its
-// rank (see Logit) in registers. For each choice the warp finds the largest rank left and the lowest expert that has
-// this rank.
+// The top-k gate. A warp takes a token. A choice is the lowest of the experts left whose rank (see Logit) is largest.
 #include <cmath>
 #include <type_traits>
 
@@ -130,8 +128,7 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits. Of heads with equal ranks, next() takes that of the lowest lane. The rest of a list is in shared
-// memory, where removing a head moves only a pointer; in registers it would move every element.
+// For 32-bit logits. Of heads with equal ranks, next() takes that of the lowest lane.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -161,7 +158,7 @@ struct Sorted {
     for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
     list[SLOTS - 1] = {kLowest, 0};
     here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
-    recompute(here), recompute(lanes_to_here);  // hides their origin: else next() computes them from the lane again
+    recompute(here), recompute(lanes_to_here);
   }
   __device__ void next(Kept* kept) {
     const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
@@ -202,7 +199,6 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane, at least 12 blocks fit an SM. Without this bound nvcc 13.0 spills in float32 on sm_80.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
@@ -229,7 +225,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     const int count = min(left, kWarpSize);
     typename List::Kept* to = kept;
     int more = count;
-    recompute(more);  // hides its origin: else nvcc computes the number of passes before the loop
+    recompute(more);
 #pragma unroll 1
     for (; more >= kUnrolled; more -= kUnrolled, to += kUnrolled) {
 #pragma unroll
@@ -238,7 +234,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 #pragma unroll 1
     for (; more > 0; more--) choices.next(to++);
     __syncwarp();
-    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if a logit is NaN; then all weights are
+    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if any logit is NaN
     if (lane < count) {
       const Choice mine = List::choice(kept[lane]);
       share = expf(Logit<T>::value(mine.rank) - highest);
@@ -279,7 +275,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   mean = warp_sum(mean);
 
   // If dense, expert e has the probability w_0 exp(z_e - z_0), with z_0 and w_0 the logit and weight of choice 0.
-  const bool dense = logits != nullptr;  // then k > 0: moe_kernels/library/topk_gate.py does not call this for k = 0
+  const bool dense = logits != nullptr;  // then k > 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {

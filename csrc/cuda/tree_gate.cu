@@ -19,10 +19,10 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128;        // of a block, at most
-constexpr int kBlocks = 4;           // per SM, at least: without this bound nvcc 13.0 spills in forward on sm_90
+constexpr int kBlocks = 4;           // per SM, at least
 constexpr int kMostExperts = 4096;   // a token takes 48 KB of shared memory in forward
 
-// A token's floats in shared memory: `vectors` arrays of E floats, and one more if that is odd, so that the float2 of
+// A token's floats in shared memory: `vectors` arrays of E floats, rounded up to an even number, so that the float2 of
 // `children` are aligned in the heap of every token.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // With finite inputs the total is at least FLT_MIN, so `share` is finite. share * grad may overflow, so v is
-        // the first factor.
+        // The products begin with v, since share * grad may overflow.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
         dlogit = (v + weighing.epsilon) * share * grad;

@@ -1,7 +1,6 @@
 // The forward pass of the tree gate for some E from 8 to 1024 (see by_lanes in tree_gate.cu). LANES lanes take a token.
 // A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane (numbered as in
-// moe/tree.cuh). The lane itself also computes each branch on the path from the tree's root to this subtree, without
-// shuffles.
+// moe/tree.cuh).
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
@@ -110,8 +109,7 @@ struct LeafRow {
 };
 
 constexpr int kLaneThreads = 128;  // of a block
-// The least number of blocks per SM; 0: no bound. With 32 leaves a lane and no bound, nvcc 13.0 spills in float32 on
-// sm_80.
+// The least number of blocks per SM; 0: no bound.
 constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>

@@ -20,7 +20,7 @@ struct Weighing {
   __device__ bool counts(float v) const { return !(v < least); }  // a NaN counts
 };
 
-// Converts two numbers to 16 bits each with one instruction; the first is in the low half.
+// Converts two numbers to 16 bits each; the first is in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   uint32_t pair;
@@ -207,8 +207,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // With finite inputs total is at least FLT_MIN, so `share` is finite. share * centred may overflow, so v is the
-        // first factor.
+        // The products begin with v, since share * centred may overflow.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;
         sum = v * share * centred;

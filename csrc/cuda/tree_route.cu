@@ -16,7 +16,7 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 8;         // of a block
-constexpr int kBlocks = 2;        // per SM: for 3, nvcc spills registers
+constexpr int kBlocks = 2;        // per SM, at least
 constexpr int kMostTrees = 1024;  // largest K
 
 template <class T, class Vector>
@@ -26,7 +26,7 @@ struct Products {
   const T* bias;         // (rows), or nullptr
   int vectors, lane;
 
-  // <x, weight[row]> + bias[row], rounded to T as the result of a matrix product is. All lanes get the result.
+  // <x, weight[row]> + bias[row], rounded to T. All lanes get the result.
   __device__ float operator[](int row) const {
     using Elements = Pack<T, Vector>;
     float sum = 0.0f;
@@ -67,7 +67,7 @@ struct Stack {
 struct Descent {
   Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  // Largest probabilities: of visited nodes that are not saturated (undecided), of those with a NaN logit (unknown).
+  // Largest probabilities: of visited nodes that are not saturated, and of visited nodes with a NaN logit.
   float undecided = -1.0f, unknown = -1.0f;
 
   // At a node whose logit is NaN, the search goes to the left child only.

@@ -1,4 +1,4 @@
-// Activations and their derivatives (definition: python_ref/grouped_gemm.py). Loops over them vectorise in float.
+// Activations and their derivatives (definition: python_ref/grouped_gemm.py).
 #pragma once
 
 #include <cmath>

@@ -5,7 +5,7 @@
 
 namespace moe {
 
-// Returns count + (x >= y) in two instructions; nvcc compiles this expression to three.
+// Returns count + (x >= y).
 __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (x >= y);

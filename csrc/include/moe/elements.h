@@ -1,5 +1,5 @@
 // Conversions of rows between a dtype chosen at run time and T, the type of the computation: double for float64, float
-// for other dtypes. Code with the template parameter T is thus compiled for two types, not for four dtypes.
+// for other dtypes.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Elements {
   }
 };
 
-// Calls work(i) for 0 <= i < count: in vectorised loops of 32, 16, 8 and 4 calls, and at most 3 times alone.
+// Calls work(i) for 0 <= i < count. The calls must not depend on one another.
 template <class Work>
 inline void each_element(int64_t count, Work work) {
   int64_t i = 0;
@@ -62,7 +62,6 @@ void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t
       else each_element(length, [=](int64_t i) { target[i] = F::widen(source[i]); });
     }
   };
-  // Weight gradients convert rows of kPackRows elements; the constant length saves a tenth of their time.
   if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());
   else each_row(count);
 }
@@ -77,8 +76,7 @@ void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
   each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
 }
 
-// narrow_row for bfloat16, with the conversion of AVX512-BF16. It takes 0.35 to 0.5 of the time of narrow_row (128 to
-// 2048 elements in the cache, Zen 4).
+// narrow_row for bfloat16, with the conversion of AVX512-BF16.
 template <class F>
 void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);

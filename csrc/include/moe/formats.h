@@ -1,7 +1,6 @@
 // Element types of the CPU kernels, as template arguments F. F::Key is a signed integer with the size of an element,
-// and F::Wide the type of the computation. Kernels read the bits of an element as an F::Key, so that the compiler never
-// does 16-bit arithmetic in floating point. The key of an element (key_of) is an F::Key too; keys are ordered as the
-// values are.
+// and F::Wide the type of the computation. Kernels read the bits of an element as an F::Key. The key of an element
+// (key_of) is an F::Key too; keys are ordered as the values are.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +24,7 @@ inline To bits_as(From from) {
 }
 
 // widen converts bits to a value, exactly; narrow converts a value to bits, rounded to nearest even. Both keep NaN.
-// decode and encode are for values >= 0 that are not NaN. encode need not round to nearest: key_near needs no more.
+// decode and encode are for values >= 0 that are not NaN. encode need not round to nearest.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -76,7 +75,7 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14, the last place of a float16 is 2^-24, as is that of a float from 0.5 on: adding 0.5 rounds. From
+    // Below 2^-14, the last place of a float16 is 2^-24, as is that of a float in [0.5, 1): adding 0.5 rounds. From
     // 2^-14 on, adding 0xfff and the lowest bit that is kept rounds to nearest even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

@@ -18,33 +18,22 @@ constexpr int kPiece = 8;  // elements in 16 bytes: the largest copy of cp.async
 
 // A block computes M x N sums; a stage holds the factors of K terms of each sum. A piece is kPiece neighbouring
 // elements of a row. COPY: bytes of a copy to shared memory. 16 requires that every row starts and ends at a multiple
-// of 16 bytes: then no piece crosses the end of a row. 4 requires that rows start at multiples of 4 bytes; a piece
-// takes four copies. 2 requires nothing; a piece takes eight loads.
+// of 16 bytes, 4 that every row starts at a multiple of 4 bytes.
 template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
   static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements of a stage
-  // Floats from row to row of the sums in shared memory. Half a warp writes 4 rows of 4 pairs of columns at once; with
-  // a pitch of N + 8, these 32 floats are in different banks.
+  // Floats from row to row of the sums in shared memory. With N + 8, stage_sums writes them without bank conflicts.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
   static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and CUDA's 1 KB for each, fit in an A100's SM");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
-// An SM of an A100 does 1024 multiply-adds a clock, and moves 128 bytes a clock to or from shared memory. A stage's
-// products take 512 clocks. With 64 x 64 sums a warp, a stage's reads of shared memory take 256 clocks and its writes
-// 128; with 64 x 32 sums a warp, the reads would take 384. Two blocks fit on an SM, each with 68 KB of shared memory
-// and 128 threads of 255 registers.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
-
-// For few rows per expert: the time is then that of reading the weights. Two blocks on an SM each keep copies of 3
-// stages of 20 KB in flight, 120 KB in all. An A100's SM needs 18 KB in flight: its share (1 / 108) of the memory's
-// 2 TB/s, times a latency of 1 us.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
-
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
@@ -91,8 +80,8 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
 }
 
 // OUTER rows of a matrix that is contiguous along k; some may be rows of zeros instead. Each thread copies one
-// piece of each of kRows rows. For a row of zeros the address is `anywhere`, and nothing is read. Past num_k nothing is
-// read either, and an address may be past the matrix's end.
+// piece of each of kRows rows. For a row of zeros and past num_k nothing is read, and the address may be outside of the
+// matrix.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -168,7 +157,7 @@ class AcrossK {
 };
 
 // As AcrossK, with gathered rows: the row for k is row index[k] of the matrix, or zeros if index[k] is negative. If
-// `index` is nullptr, the row for k is row k. For a negative index the address is before the matrix; nothing is read.
+// `index` is nullptr, the row for k is row k.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -260,10 +249,8 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
 }
 
-// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the other stages. While a warp
-// multiplies 16 k, it loads the fragments of the next 16 k. A stage takes one barrier, before its last 16 k are
-// multiplied: their fragments are in registers by then. After the barrier, all warps may read the next stage and
-// refill the present one.
+// sums += A B over k in [0, num_k). A stage takes one barrier, before its last 16 k are multiplied: their fragments are
+// in registers by then. After the barrier, all warps may read the next stage and refill the present one.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
@@ -291,7 +278,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
         async_wait<kStages - 2>();
         __syncthreads();
       }
-      // The last step of the last turn loads fragments that are not used: a branch would cost more.
+      // The last step of the last turn loads fragments that are not used.
       fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
       if (step == 0) copy(turn + kStages - 1);
       fragments[step % 2].multiply(sums);

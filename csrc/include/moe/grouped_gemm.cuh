@@ -1,8 +1,7 @@
 // Grouped GEMM: each row of x, sorted (or gathered) by expert, times its expert's weight. An epilogue (in csrc/cuda:
 // grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes the results from the product. Each block whose tile has
 // rows calls the epilogue once, with its tile of the product in shared memory (stage_sums of gemm.cuh).
-// gated_columns() of the epilogue returns whether a row of the product holds all gates, then all linear parts; a
-// constexpr gated_columns() saves registers.
+// gated_columns() of the epilogue returns whether a row of the product holds all gates, then all linear parts.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -11,7 +10,7 @@
 
 namespace moe {
 
-// With fewer rows per expert on average, tiles have 32 rows instead of 128: empty rows of a tile take time too.
+// With fewer rows per expert on average, FewRowsTile replaces LargeTile.
 constexpr int64_t kFewRows = 64;
 
 template <class T>
@@ -36,7 +35,7 @@ struct TileRows {
 };
 
 // The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
-// Unused rows count as rows of expert E. A warp finds e among up to 1023 experts in at most two rounds of 32 probes.
+// Unused rows count as rows of expert E.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
   const TileIndex tile(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
-  SHARED(TileRows, rows, );  // in shared memory, since the main loop needs all registers
+  SHARED(TileRows, rows, );
   if (threadIdx.x < kWarpSize) {
     const TileRows found =
         rows_of_tile<Tile::kM>(tile.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
