@@ -14,7 +14,7 @@
 namespace moe {
 namespace {
 
-// Scaled<float> and Scaled<double> are used only if each row of scores / tau has a range (maximum - minimum) below this.
+// Scaled, in float and in double, needs each row of scores / tau to have a range (maximum - minimum) below this.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // relative bound at which the scaled backward pass stops (sinkhorn.cu)
 
@@ -333,8 +333,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration; but if the row sums, and in the first call the column sums, are within a tolerance >= 0, returns false
-  // and keeps f, g and the parts of g. A row sum before the call is the prescribed sum times exp((change of f) / tau).
+  // One iteration; but if the row sums, and in the first call the column sums, are within a tolerance >= 0, returns
+  // false and keeps f, g and the parts of g. A row sum before the call is the prescribed sum times
+  // exp((change of f) / tau).
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
