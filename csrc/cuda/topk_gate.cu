@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   mean = warp_sum(mean);
 
   // If dense, expert e has the probability w_0 exp(z_e - z_0), with z_0 and w_0 the logit and weight of choice 0.
-  const bool dense = logits != nullptr;  // then k > 0
+  const bool dense = logits != nullptr;  // requires k > 0
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {

@@ -5,7 +5,6 @@
 
 namespace moe {
 
-// Returns count + (x >= y).
 __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (x >= y);
