@@ -1,12 +1,12 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the
-// same name. plan.cpp, expert_mlp.cpp and tree_gate_products.cpp have the functions that CUDA lacks. Differences:
+// same name, with these differences:
 //
 // * The last argument is a number of threads, not a stream. `quantile` of kwta_fwd is called z in CUDA.
 // * dtype may also be float64, and element_size 8. Arrays that are float32 in CUDA are float64 if dtype is float64.
 // * gates and leaf_probs of the tree gate, and their gradients, are float64 if dtype is float64, else float32. gamma,
 //   epsilon and least are double.
 // * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
-// * A function that returns int returns 1 if an index is out of range, else 0. Its definition says what it checks.
+// * A function that returns int returns 1 if an index is out of range, else 0.
 // * Functions of the grouped GEMM and the expert MLP take any dtype, and differ in some arguments.
 #pragma once
 
@@ -26,16 +26,16 @@
 
 // Products of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
 // stride_k + j * stride_j]; stride_k or stride_j is 1. by_torch: null, or these products as torch computed them, in
-// by_torch_dtype and perhaps with the bias; may be overwritten.
+// by_torch_dtype; may be overwritten.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
 // Products of x (tokens, dim) with the weights of a tree gate's nodes and leaves below the first `levels` levels of
-// each tree. A token is multiplied only by the branches (subtrees, see tree_gate_products.cpp) that it reaches, found
-// by tree_reach. Backward reads the gradients of the logits from split_logits and leaf_logits. dtype is float32 or
-// float64; scratch_stride counts elements.
+// each tree. A token is multiplied only by the branches (subtrees, see tree_gate_products.cpp) that it reaches.
+// offsets and token are results of tree_reach. Backward reads the gradients of the logits from split_logits and
+// leaf_logits. dtype is float32 or float64; scratch_stride counts elements.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \

@@ -2,8 +2,8 @@
 //
 // make_plan_fwd finds the position of each request (a token's choice of an expert) among the requests to the same
 // expert. Tokens in visiting order are split into chunks. A first pass counts the requests of each chunk to every
-// expert (separately for each choice, if all first choices come before all second ones). A scan over the chunks turns
-// each count into the first row of the counted requests, and a second pass assigns the rows.
+// expert (separately for each choice, if all first choices come before all second ones). A scan over the counts turns
+// each into the first row of the counted requests, and a second pass assigns the rows.
 
 #include "ops.h"
 
@@ -18,10 +18,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time; one cache line of float32 scores
+constexpr int64_t kColumns = 16;  // plan_expert_choice: experts at a time
 constexpr int64_t kVisitBlock = 256;  // tokens in a block of Requests::walk with by_choice
-constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows: one cache line of int32
-constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time; their slot_row stays in the cache
+constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows
+constexpr int64_t kTile = 1024;   // plan_expert_choice: tokens at a time
 
 // The arrays of a RoutingPlan (moe_kernels/plan.py).
 struct Plan {
@@ -40,8 +40,7 @@ struct Requests {
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
   // Calls each(token, choice, request, expert) for every choice of a chunk's tokens; request = token * K + choice. With
-  // by_choice each choice has its own counts, so only the order of tokens within a choice matters. The chunk is then
-  // walked in blocks of kVisitBlock tokens, choice by choice within a block.
+  // by_choice each choice has its own counts, so only the order of tokens within a choice matters.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -79,7 +78,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: slot_row numbers the requests to an expert from 0 in each chunk (with by_choice, in each choice of it).
+  // First pass: slot_row numbers the requests to an expert from 0 in each chunk; with by_choice, for each choice.
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -118,7 +117,6 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       const bool keep = valid && row < end[expert];  // the expert has room for this request
       slot_row[request] = keep ? row : -1;
       if (keep) {
-        // Successive writes go to rows of different experts, far apart in memory.
         __builtin_prefetch(row_token + row + kPrefetchRows, 1);
         __builtin_prefetch(row_choice + row + kPrefetchRows, 1);
         row_token[row] = int32_t(token);
@@ -129,8 +127,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
 }
 
 // The `capacity` highest of n keys (all of them if n <= capacity): the keys greater than `above`, and the first `ties`
-// of the keys equal to `above`. `of` finds `above` by bisection; it expects the keys padded to a multiple of kMaskBits
-// with the lowest Key.
+// of the keys equal to `above`. `of` expects the keys padded to a multiple of kMaskBits with the lowest Key.
 template <class F>
 struct Cutoff {
   typename F::Key above;

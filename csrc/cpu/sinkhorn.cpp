@@ -87,7 +87,7 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   using Each = Part<packed, Wide, double>;
   const bool small = packed && scores.n == kSmall;
   if constexpr (packed) {
-    for (int64_t h = 0; small && h < Each::parts; h += 2)  // small_backward computes parts h and h + 1
+    for (int64_t h = 0; small && h < Each::parts; h += 2)
       small_backward<kSmall>(scores, h, forms, taus.iterations(), 1 / taus(0), grad, arena);
   }
   for (int64_t h = 0; h < Each::parts; ++h) {

@@ -15,14 +15,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// exp(x) counts as 0 for x below this: exp(-64) = 1.6e-28 is negligible, even times 1 / tau = 1e7 in a gradient.
+// summand(x) is 0 for x below this; exp(-64) is 1.6e-28.
 constexpr double kNegligible = -64;
 
 // exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. In other
 // vectors such a lane gives 0, so the result of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// *log_sum = log(total). If total is 0, because a row or column is -inf alone, *anchor and *log_sum become 0.
+// *log_sum = log(total). If total is 0 (all scores of a row or column are -inf), *anchor and *log_sum become 0.
 inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
@@ -105,7 +105,8 @@ struct Potentials {
   }
 };
 
-// Largest |column sum of exp(score / tau) - prescribed sum| of a matrix. Columns of -inf alone are left out.
+// Largest |column sum of exp(score / tau) - prescribed sum| of a matrix. Columns of scores that are all
+// -inf are left out.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -184,7 +185,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
   }
 }
 
-// Iterates until all iterations are done or the last one updated no matrix. Returns the number of iterations done.
+// Stops early after an iteration that updated no matrix. Returns the number of iterations done.
 // state(t): the Potentials after iteration t; t = -1: before the first.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {

@@ -1,5 +1,5 @@
-// scaled_forward and scaled_backward (sinkhorn_scaled.h) for packed matrices with n = 4, with unrolled loops. Two Parts
-// of a group (sinkhorn_stage.h) are computed together: one runs while the other waits for results.
+// scaled_forward and scaled_backward (sinkhorn_scaled.h) for packed matrices with n = 4, with unrolled loops. A call
+// computes two Parts of a group (sinkhorn_stage.h).
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -54,7 +54,6 @@ struct Small {
       }
     });
   }
-  // Adding in pairs, (term(0) + term(1)) + (term(2) + term(3)), has less latency, but makes backward 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -81,8 +80,7 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward, but df, which is 0 after one iteration back, is multiplied by u before the loop. The iterations
-// run forward for both parts together, and back for one part after the other: h of both would not fit in registers.
+// As scaled_backward, but df, which is 0 after one iteration back, is multiplied by u before the loop.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {
@@ -133,7 +131,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
         const V u = load(saved(t, 1, i, p));
 #pragma GCC unroll 4
         for (int j = 0; j < n; ++j) {
-          h[i][j] += u * y_here[j];  // two multiply-adds; one expression would take three instructions
+          h[i][j] += u * y_here[j];
           h[i][j] += x[i] * before[j];
         }
       }

@@ -60,8 +60,8 @@ Vec<T> row_max(Vec<T> v) {
 }
 
 // The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: a group has one
-// matrix for each lane of two vectors of Wide, since sinkhorn_small.h computes two Parts together. Element (i, j) is
-// `group` numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
+// matrix for each lane of two vectors of Wide. Element (i, j) is `group` numbers, one for each matrix. Not packed: a
+// group is one matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -165,11 +165,11 @@ struct Stage {
       }
       // Raises `kind` to at least `least` in the lanes where `where` holds. kind == kind is true in all lanes.
       const auto needs = [&](auto where, Form least) { kind = where ? max(kind, broadcast(Wide(least))) : kind; };
-      // float is too narrow for scores in double; ExpOfDifference (lanes.h) needs tau between 1e-30 and 1e30.
+      // Scores in double need scaling in double; ExpOfDifference (lanes.h) needs tau between 1e-30 and 1e30.
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-      needs(lowest == -inf, Form::logarithmic);  // `range` may miss a row of -inf alone
+      needs(lowest == -inf, Form::logarithmic);  // `range` may miss a row in which all scores are -inf
       if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));

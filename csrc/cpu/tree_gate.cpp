@@ -19,7 +19,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kPad = 16;  // rows are padded to multiples of this, so that loops over vectors have no remainder
+constexpr int64_t kPad = 16;  // rows are padded to multiples of this
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
@@ -54,7 +54,7 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Computes `prob`, and prefetches the next token's rows of split and leaf logits.
+  // Computes `prob`, and prefetches logits of the next token.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;

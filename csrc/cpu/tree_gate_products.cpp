@@ -1,8 +1,8 @@
 // The matrix products of a tree gate, forward and backward, without those of branches that a token cannot reach. If a
-// node's pre-activation is at least gamma / 2 in absolute value, the node is saturated: a token reaches only one of its
-// children. Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes and
-// leaves. The weights of a branch are multiplied only for the tokens that reach its root. The nodes above the branches
-// are left to moe_kernels/backends/native/tree_gate_products_cpu.py. K = trees, P = dim, the features.
+// node's pre-activation is at least gamma / 2 in absolute value, the node is saturated: the token reaches only one of
+// its children. Below its first `levels` levels, a tree is divided into branches (subtrees) of at most kColumns nodes
+// and leaves. The weights of a branch are multiplied only for the tokens that reach its root. The nodes above the
+// branches are left to moe_kernels/backends/native/tree_gate_products_cpu.py. K = trees, P = dim, the features.
 
 #include "ops.h"
 
@@ -20,11 +20,10 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kColumns = 32;  // columns of a branch's buffers: enough for 15 nodes (four levels) and 16 leaves
-constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 768 KiB in float32 at P = 768, fits an L2 of 1 MiB
+constexpr int64_t kBlock = 256;   // tokens of a block in forward and to_x
 constexpr int64_t kDepth = 256;   // tokens that to_weights multiplies at a time
 
-// A tile of a result has kRows rows of two vectors: as many registers of sums as a tile of moe/tiles.h. Two AVX-512
-// vectors of float have kColumns lanes.
+// A tile of a result has kRows rows of two vectors: as many sums as a tile of moe/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
@@ -249,7 +248,7 @@ struct Products {
 };
 
 // The branches of a tree that a token reaches, one bit each. split: pre-activations of at least the first `levels`
-// levels; half: gamma / 2. No jump depends on the data, since such jumps would often be mispredicted.
+// levels; half: gamma / 2.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
   uint64_t away = 0;  // branches that saturated nodes exclude

@@ -20,7 +20,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB in float32 at P = 768, fits in the L2 cache
+constexpr int64_t kBlock = 128;  // tokens of a block
 constexpr int kTokensAtOnce = 4;  // tokens that one pass over a row of weights multiplies
 
 template <class Wide>

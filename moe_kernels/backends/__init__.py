@@ -1,10 +1,10 @@
 """Chooses the backend of an operation, and explains the choice.
 
-There is no list of kernels. Backend "cpu", "triton" or "cuda" implements operation f if its module (see load) has a
-function f_fwd. f_supports(target, dtype) in this module returns None, or the reason why f cannot run; f_limits(target),
-if it exists, returns the largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f
-itself. A target is a device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in
-MADE_OF use the functions of another operation.
+Backend "cpu", "triton" or "cuda" implements operation f if its module (see load) has a function f_fwd. In that module,
+f_supports(target, dtype) returns None, or the reason why f cannot run; f_limits(target), if it exists, returns the
+largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f itself. A target is a
+device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in MADE_OF use the functions
+of another operation.
 
 The argument backend= names the backend; without it use_backend() does, else MOE_KERNELS_BACKEND. A named backend never
 falls back to another one. Without a name the choice is automatic.
@@ -33,8 +33,8 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 # comes first because its sources also run under sanitizers (tests/simt).
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
-# Operations with another order for CUDA tensors. On sm_90 only wgmma can use the tensor cores fully: Triton uses wgmma,
-# csrc/cuda mma.sync. On sm_80 both use mma.sync. This order was not measured on a GPU either.
+# Operations with another order for CUDA tensors. On sm_90 Triton uses wgmma, and csrc/cuda mma.sync, which cannot use
+# the tensor cores fully. This order was not measured on a GPU either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
 # The basename of an operation's file, if it is not the name of the operation.
@@ -118,7 +118,6 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     For an operation in SIZES, x and `more` are the arguments of the function in SIZES. If a backend's kernels cannot
     take these sizes, the automatic choice skips the backend; if it was named, BackendError is raised.
     """
-    # x.is_cpu is read first, since it takes less time than x.device.type, which makes new objects.
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
@@ -155,7 +154,7 @@ SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, but SHAPES for meta tensors: definitions cannot read their indices, or count other FLOPs."""
+    """As `choose`, but SHAPES for meta tensors."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 

@@ -1,4 +1,4 @@
-"""Converts tensors to arguments of C++ functions. No other file of the package takes addresses of tensors."""
+"""Converts tensors to arguments of C++ functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 # The same codes as in csrc/include/moe/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# If set, `pointer` calls it with each tensor: this is how tests/simt and tests/ptx know the extents of buffers.
+# A hook for tests: `pointer` calls it with each tensor.
 on_pointer: Callable[[Tensor], None] | None = None
 
 
@@ -19,7 +19,6 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
     """A tensor's address, 0 for None. Checks dtype, rank, device type, and that the last dimension is contiguous."""
     if tensor is None:
         return 0
-    # is_cpu and is_cuda take less time than tensor.device.type, which makes new objects.
     on_device = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda
     if tensor.dtype is not dtype or tensor.dim() != rank or not on_device:
         raise TypeError(

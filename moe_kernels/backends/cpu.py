@@ -43,7 +43,7 @@ def _isa(name: str | None) -> int:
 
 isa: int = _isa(os.environ.get("MOE_KERNELS_CPU_ISA"))
 
-# With fewer elements, about 10 us of work, neither a second thread nor releasing the GIL pays.
+# With fewer elements neither a second thread nor releasing the GIL pays.
 _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
@@ -75,7 +75,7 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 
     For n <= 16 a vector of up to 64 bytes (AVX-512) has element (i, j) of several matrices, one in each lane. A thread
     first reads two such vectors for each element of scores, and of grad. For larger n it computes one matrix at a time;
-    a row is n doubles, padded to a multiple of 16.
+    a row takes at most n doubles, padded to a multiple of 16.
     """
     n = scores.shape[-1]
     packed = n <= 16

@@ -66,8 +66,8 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Scratch for each matrix, (B, bytes).
 
     First, in backward, are two vectors of n doubles for each iteration. If n <= 64, a flag of 8 bytes follows: whether
-    the matrix needs the logarithmic form (csrc/cuda/sinkhorn.cu). If n > 64, a matrix follows: in backward of doubles,
-    in forward of floats, or none for float32 scores.
+    the matrix needs the logarithmic form (csrc/cuda/sinkhorn.cu). If n > 64, a matrix follows: of doubles in backward,
+    of floats in forward (none if scores are float32).
     """
     batch, n, _ = scores.shape
     if backward:
