@@ -221,7 +221,7 @@ class Descent {
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; at its end, that leave the block
+  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; from its end, that leave
   Candidate<Wide>* frontier_;          // (E + 1)
 };
 
