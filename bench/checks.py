@@ -47,13 +47,12 @@ SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
 PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# For pytest -k if time is limited: tests of Triton or CUDA kernels, without those that only compile.
 GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-LOG_CHARACTERS = 200_000  # of a command's output only the last ones are logged
+LOG_CHARACTERS = 200_000
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Verdicts of `repeatable` and, on a GPU, `no_host_sync`; empty unless the row is "ok" and in ENTRIES."""
+    """Verdicts of `repeatable` and, on a GPU, of `no_host_sync`, by name of the check."""
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})
@@ -61,7 +60,7 @@ def kernel_checks(row: Row) -> dict[str, str]:
     for name, check in wanted.items():
         try:
             found[name] = check(row)
-        except Exception as raised:  # these inputs were not verified, so a kernel may fail here first
+        except Exception as raised:
             found[name] = f"FAILED: {error_text(raised)}"
     return found
 
@@ -121,7 +120,7 @@ def sanitizers(
 
 
 def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
-    """The reason why compute-sanitizer cannot run here (some sandboxes hide the device); empty if it can."""
+    """The reason why compute-sanitizer cannot run here; empty if it can."""
     if program is None:
         return "compute-sanitizer is not installed"
     command = [program, "--error-exitcode", "9", sys.executable, "-c", PROBE_PROGRAM]
@@ -129,8 +128,7 @@ def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# The program of each process of `verify_all`. Arguments: operation, backend, dtype, device, and "small" or "all" cases.
-# It prints its row and its checks as JSON in one line that begins with MARKER.
+# The processes of `verify_all` run VERIFY_PROGRAM. It prints a line: MARKER, then a row and its checks as JSON.
 MARKER = "verified: "
 VERIFY_PROGRAM = """
 import dataclasses, json, sys, torch
@@ -170,7 +168,7 @@ def verify_all(
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or ["no output"]
-        marked = [line for line in lines if line.startswith(MARKER)]  # libraries may print other lines
+        marked = [line for line in lines if line.startswith(MARKER)]
         if status != 0 or not marked:
             append_log(log, " ".join(arguments), text)
             note = f"its process ended with status {status}: {lines[-1]}"

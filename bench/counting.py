@@ -72,7 +72,6 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)

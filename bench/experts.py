@@ -27,7 +27,6 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with `fewer_tokens`, and with E at most max(K, 2^25 // (D H)), as w_in is (E, D, H)."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape
@@ -50,7 +49,6 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         "grad_rows": (plan.num_rows, hidden),
         "grad_norms": (tokens, experts),
     }
-    # Drawn on the device: the host would take seconds for the 2 * 10^8 elements of w_in of Qwen3-30B.
     found: Inputs = {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
     found |= {"w_in": found["w_in"] / dim**0.5, "w_out": found["w_out"] / hidden**0.5}
     leaves = {name: found[name] for name in ("x", "w_in", "w_out")} | {"weights": weights.to(dtype)}

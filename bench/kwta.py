@@ -14,7 +14,6 @@ from python_ref.kwta import pack_bits
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    # If the shape has no R: 8192 rows on a GPU; about 2^21 elements on a CPU, so that a call takes milliseconds.
     return {"R": 8192 if device == "cuda" else max(1, 2**21 // shape["N"]), **shape}
 
 

@@ -36,11 +36,11 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches imports and calls of other operations in an operation's file in moe_kernels/library.
+# Matches the names of operations that a file in moe_kernels/library imports or calls.
 _CALLED = re.compile(r"^from moe_kernels\.library\.(\w+) import|\bops\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
 
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
-# new operation would make all results stale.
+# new operation would make results of other operations stale.
 _INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
 
 
@@ -63,8 +63,8 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     * the files of its kernels, and of the kernels of the operations that it calls (_CALLED);
     * for C++ and CUDA, the files in backends/native of these operations (*_cuda.py not for the backend cpu, *_cpu.py
       not for cuda), and the kernels of other operations whose files in backends/native they import;
-    * the headers that files of the last two kinds include, and the modules below moe_kernels/backends that they import,
-      directly or through others.
+    * the headers (without ops.h) that files of the last two kinds include, and the modules below moe_kernels/backends
+      that they import, directly or through others.
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
@@ -210,7 +210,7 @@ def passed(entry: dict[str, Any]) -> bool:
 
 
 def _is_result_of(entry: dict[str, Any], op: str, backend: str) -> bool:
-    # Results of GPU kernels that ran on a CPU (interpreted, or compiled for the host) do not count.
+    # Results of GPU kernels that ran on a CPU do not count.
     on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
     same = file_of("reference", entry["operation"]) == file_of("reference", op)
     return same and entry["backend"] == backend and on_gpu

@@ -225,7 +225,7 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     except Exception as raised:
         return _failed(job, error_text(raised), found)
     finally:
-        if job.device == "cuda":  # cached blocks may be useless for the sizes of the next job
+        if job.device == "cuda":
             torch.cuda.empty_cache()
     memcpy = samples.pop(MEMCPY)
     kernels = {name: samples.pop(name) for name in job.backends}
@@ -305,7 +305,6 @@ def _peers(
     chosen: Calls = {}
     for name, by_direction in calls.items():
         if job.direction in by_direction:
-            # Compositions in PyTorch need no comparison here: the test suite compares them with the kernels.
             wrong = _wrong(by_direction[job.direction], None if name in entry.peers else kernel, inputs)
             if wrong:
                 missing[name] = wrong

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PERIOD_SECONDS = 0.02  # NVML updates its values every 10 to 100 ms
+PERIOD_SECONDS = 0.02
 _THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left out
     0x2: "application clocks",
     0x4: "power cap",
@@ -23,7 +23,7 @@ _THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left ou
 
 
 def missing() -> str:
-    """The reason why NVML cannot be used; empty if it can. Even then the GPU may hide some sensors."""
+    """The reason why NVML cannot be used; empty if it can."""
     try:
         import pynvml
     except ImportError:
@@ -40,8 +40,7 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
     """Reads the sensors while `launch` is repeated for `seconds`; empty if NVML or a sensor (except energy) is missing.
 
     calls: number of calls of the kernel in one launch. Returns medians of clocks in MHz, power in W and temperature in
-    degrees Celsius, all throttle reasons seen and, if the GPU counts its energy (Volta and later), mean joules of a
-    call.
+    degrees Celsius, all throttle reasons seen and, if the GPU counts its energy, mean joules of a call.
     """
     if missing():
         return {}

@@ -1,14 +1,4 @@
-"""Predicts from counts (bench/counting.py) the least time of every kernel on a GPU, and the resource that limits it.
-
-A launch takes at least the longest of three times:
-
-    DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    SASS instructions of all warps, at 4 per cycle and multiprocessor. Their number is estimated from the
-             executed PTX instructions: times 0.9 in kernels with matrix instructions, times 1.3 in others
-    tensor   FLOPs of the matrix instructions over the peak of their dtype
-
-A call takes the sum over its launches. Products that torch's own library computes are not counted.
-"""
+"""Predicts from counts (bench/counting.py) the least time of GPU kernels, and the resource that limits it (see HOW)."""
 
 from __future__ import annotations
 
@@ -44,7 +34,7 @@ class Gpu:
         return 1e12 * self.tflops[name]
 
 
-# From the data sheets, without sparsity: A100 80 GB with the PCIe card's bandwidth (SXM: 2.04 TB/s), and H100 SXM.
+# A100 80 GB PCIe, and H100 SXM.
 GPUS = {
     "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
     "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),
@@ -180,7 +170,7 @@ def short(predictions: Iterable[Prediction]) -> str:
 
 
 def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
-    """The report's section of predictions; its last column compares them with measurements in `results`."""
+    """The report's section of predictions; the last column of its tables compares them with `results`."""
     kept, parts = list(results), list[str]()
     for gpu in GPUS.values():
         found = rows(predict(gpu, kept, root))

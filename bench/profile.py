@@ -138,7 +138,7 @@ def _proton(job: measure.Job, folder: Path) -> str:
         for _ in range(CALLS):
             call()
         proton.finalize()
-    except Exception as raised:  # for example: the driver denies profiling, or another profiler runs
+    except Exception as raised:
         return f"failed: {error_text(raised)}"
     return f"{name}.hatchet"
 

@@ -49,7 +49,7 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
     A cell has the range of `against_torch` over the shapes and, on a GPU, of the percentage of the ceiling. On a CPU
-    only figures with the first measured number of threads, by default one, are shown.
+    only figures with the first measured number of threads are shown.
     """
     parts = []
     for result in results:
@@ -99,10 +99,7 @@ def table(rows: list[Sequence[str]], gpu: bool) -> str:
 
 
 def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
-    """A row for every direction of an entry, in its first setting, with ranges over the shapes.
-
-    Backward has no row if training was measured, which contains it.
-    """
+    """A row for each direction of an entry, without backward if training was measured; cells are ranges over shapes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
     for figure in _first_setting(entry):

@@ -105,7 +105,7 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs with D = 1, for gates and plans, which do not read the rows. At the full D these may take gigabytes."""
+    """Inputs with D = 1, for gates and plans, which do not read the rows."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 

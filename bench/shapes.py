@@ -17,7 +17,6 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# Models of the set "aims", which `bench gpu` measures first.
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
@@ -38,5 +37,5 @@ def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
 
 
 def fewer_tokens(shape: Shape, device: str) -> Shape:
-    """The shape; on a CPU with at most 2^25 elements in the rows (T K, D), as the full size would take seconds."""
+    """The shape; on a CPU with at most 2^25 elements in the rows (T K, D)."""
     return {**shape, "T": min(shape["T"], 2**25 // (shape["K"] * shape["D"]))} if device == "cpu" else shape

@@ -4,7 +4,7 @@
     make regression    fails if a kernel's multiple is over a quarter above the last saved one, or not below 1.2
 
 A round takes a sample of PyTorch's composition and one of the kernel, and records their ratio, so that the load of the
-machine affects both. CI does not run this set: times on its machines vary too much.
+machine affects both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Times the candidate tiles of Triton's grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does.
-
-The default tiles in moe_kernels/backends/triton/_grouped_configs.py were computed, not measured.
-"""
+"""Times the candidate tiles of Triton's grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does."""
 
 from __future__ import annotations
 

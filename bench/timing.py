@@ -1,9 +1,7 @@
 """Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around a CUDA graph or calls.
 
-The speed of a shared machine may change by a factor of two within seconds. So the compared calls take turns, in a new
-random order each round: drift and cache contents then affect all of them alike, and change their ratios little.
-With one thread, the time that it waited for a core is subtracted. With several threads nothing is subtracted, since the
-clock does not know how long the others waited.
+The compared calls take turns, in a new random order each round, so that drift of the machine's speed and cache contents
+change their ratios little. On a CPU with one thread, the time that the thread waited for a core is subtracted.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ import torch
 
 from moe_kernels.verify import dtype_name
 
-SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long, far above the cost of the clock
-# A call has at least MIN_ROUNDS samples, but only FEW_ROUNDS if over 10 times the budget is spent by then.
+SAMPLE_SECONDS = 200e-6  # a sample repeats a short call to last about this long
+# A call has at least MIN_ROUNDS samples, or at least FEW_ROUNDS if over 10 times the budget is spent.
 FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400
 
 
@@ -74,7 +72,7 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that takes one sample: the mean seconds of as many calls as fit into SAMPLE_SECONDS, or of one."""
+    """A function that takes one sample: the mean seconds of one call or of as many as take about SAMPLE_SECONDS."""
 
     def once() -> float:
         start = clock()
@@ -109,7 +107,7 @@ def samplers(
 
 @contextmanager
 def undisturbed_clock() -> Iterator[Callable[[], float]]:
-    """A clock of wall time without the time that this thread waited for a core; outside of Linux plain wall time."""
+    """A clock of wall time without the time that this thread waited for a core, if Linux tells it."""
     try:
         statistics_of_thread = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -152,7 +150,7 @@ def launchers(
     """For every call a function that makes it on each of `input_sets`: a CUDA graph, or plain calls if in `eager`.
 
     The sets together should be larger than the L2 cache (see `sets_for`), so that no call finds its inputs there.
-    Every output in a graph has memory of its own, too.
+    Outputs in a graph share no memory.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
