@@ -68,10 +68,7 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
 
 
 def _handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's GPU 0, found by uuid, since NVML may number the GPUs differently.
-
-    If torch knows no uuid, the handle of NVML's GPU 0.
-    """
+    """NVML's handle of torch's GPU 0: by uuid if torch knows it, since NVML may number the GPUs differently."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

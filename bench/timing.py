@@ -1,7 +1,7 @@
 """Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around a CUDA graph or calls.
 
-The compared calls take turns, in a new random order each round, so that drift of the machine's speed and cache contents
-change their ratios little. On a CPU with one thread, the time that the thread waited for a core is subtracted.
+The compared calls take turns, in a new random order each round, so that changes of the machine's speed affect their
+ratios little. On a CPU with one thread, the time that the thread waited for a core is subtracted.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def samplers(
 
 @contextmanager
 def undisturbed_clock() -> Iterator[Callable[[], float]]:
-    """A clock of wall time without the time that this thread waited for a core, if Linux tells it."""
+    """A clock of wall time, less the time that this thread waited for a core if Linux reports it."""
     try:
         statistics_of_thread = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
