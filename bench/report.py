@@ -107,7 +107,7 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        ratios: dict[str, list[float]] = {}  # of the shapes on which the peer was measured
+        ratios: dict[str, list[float]] = {}
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
         peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())

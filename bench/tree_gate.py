@@ -57,7 +57,7 @@ def _composed_route(inputs: Inputs) -> object:
 
 
 def _gate_flops(shape: Shape, direction: str) -> int:
-    """The products of x with all split and leaf weights. A kernel that skips nodes can need fewer."""
+    """The products of x with all split and leaf weights."""
     products = 2 * shape["T"] * shape["P"] * shape["K"] * (2 * shape["E"] - 1)
     return products * (3 if direction == "training" else 1)
 
