@@ -1,4 +1,4 @@
-"""Decodes the instructions of sm_90 into records: wgmma, bulk copies, mbarriers, elect and stmatrix."""
+"""Decodes instructions of sm_90 into records: wgmma, bulk copies, mbarriers, elect and stmatrix."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ def unfenced(entry: Entry) -> set[int]:
     access to its accumulators or, without such an access, after the kernel's start.
 
     Two wgmma on the same accumulators need no fence between them. A mov.b32 does not count as an access: if a wgmma
-    continues the sums of another one, LLVM copies these sums between the fence and the wgmma, and ptxas removes the
-    copies.
+    continues the sums of another one, LLVM may copy these sums between the fence and the wgmma.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}

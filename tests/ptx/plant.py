@@ -9,8 +9,6 @@ from .session import Edit
 
 
 def replaced(pattern: str, by: str) -> Edit:
-    """An edit that replaces every match of the pattern, and fails if there is none."""
-
     def edit(text: str) -> str:
         edited, n = re.subn(pattern, by, text)
         assert n, f"no match of {pattern}"

@@ -69,7 +69,8 @@ def launch(
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
     """Inside the block, `value` (below 2^16) seeds the order of blocks, of warps and of the lanes in a store or atomic.
-    `errors` (default: `value`) seeds the errors of .approx instructions (0: no errors). It also changes the order."""
+    `errors` (default: `value`) seeds the errors of .approx and div.full instructions (0: no errors) and, with `value`,
+    the order."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:

@@ -32,8 +32,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Names of the package's kernels, such as "triton _kwta_fwd"; those in CUDA only if nvcc is here. A Triton kernel
-    with a matrix product has a second name, such as "triton sm_90 _grouped_gemm_fwd"."""
+    """Names of the package's kernels, such as "triton _kwta_fwd"; those in CUDA only if nvcc is usable here. A
+    Triton kernel with a matrix product has a second name, such as "triton sm_90 _grouped_gemm_fwd"."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
     found += [

@@ -1,4 +1,4 @@
-"""Tensor maps for bulk copies, not in the layout of cuTensorMapEncodeTiled but in one that executor/bulk.cpp reads."""
+"""Tensor maps for bulk copies, in the layout of executor/bulk.cpp, not in that of cuTensorMapEncodeTiled."""
 
 from __future__ import annotations
 

@@ -24,14 +24,12 @@ from .text import entry_names
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that a launch reads."""
-
     capability: int
     shared: int  # bytes that a block can have
     multiprocessors: int
 
 
-# 80: an A100, but with the 99 KB of sm_86, the least shared memory of the GPUs that run sm_80 code. 90: an H100.
+# 80: an A100, but with the smaller shared memory of sm_86, which also runs sm_80 code. 90: an H100.
 GPUS = {80: Gpu(80, 99 * 1024, 108), 90: Gpu(90, 227 * 1024, 132)}
 _gpu = GPUS[80]
 
@@ -51,7 +49,7 @@ def capability(which: int) -> Iterator[None]:
 
 
 class Launcher:
-    """Runs the launches of one compiled kernel. Triton creates one Launcher for each kernel and calls it to launch."""
+    """Triton creates a Launcher for each compiled kernel and calls it for each launch."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.source, self.metadata = src, metadata
@@ -134,7 +132,7 @@ class Driver:
         return GPUTarget("cuda", _gpu.capability, 32)
 
     def get_current_device(self) -> int:
-        return list(GPUS).index(_gpu.capability)  # a device each, since Triton caches kernels by device
+        return list(GPUS).index(_gpu.capability)  # a number for each GPU, since Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -183,8 +181,8 @@ def install() -> None:
 
     import moe_kernels.backends.triton as kernels
 
-    # Otherwise Triton would read TRITON_INTERPRET at each @triton.jit. Functions decorated while a test has set it (for
-    # a child process) would be interpreted, and compiled kernels could not call them.
+    # Otherwise functions decorated while a test has set TRITON_INTERPRET would be interpreted, and compiled kernels
+    # could not call them.
     triton.knobs.runtime.interpret = False
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

@@ -3,8 +3,8 @@
     with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-g++ compiles the .cu files; simt.h and simt.cpp run the CUDA threads on the CPU. A sanitizer's report becomes the text
-of an exception. Races are not found here, but in tests/ptx.
+The host compiler compiles the .cu files; simt.h and simt.cpp run the CUDA threads on the CPU. A sanitizer's report
+becomes the text of an exception. Races are not found here.
 """
 
 from __future__ import annotations

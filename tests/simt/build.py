@@ -114,7 +114,6 @@ def digest(*parts: object) -> str:
 
 
 def run(command: list[str]) -> str:
-    """The output of the command, stdout and then stderr; raises RuntimeError if the command fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

@@ -48,7 +48,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kSharedLimit = 227 * 1024, kAlignment = 128;
-constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // of a fiber; only accessed pages take memory
+constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // of a fiber
 
 struct Fiber {
   void* pointer = nullptr;

@@ -47,7 +47,6 @@ def _nvcc_root(nvcc: str) -> Path | None:
 
 
 def _tool(name: str) -> Path | None:
-    """Path of a tool on PATH or in Triton's package; None if neither has it."""
     on_path = shutil.which(name)
     if on_path:
         return Path(on_path)

@@ -153,9 +153,7 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
   return Next::following;
 }
 
-// Atomics. flag (only for global memory): 1 for .release, .acquire and .acq_rel, which all count as .acq_rel: writes
-// of other blocks that happened before an earlier atomic with flag 1 at this address happen before the later accesses
-// of this block.
+// Atomics. flag, used only for global memory: 1 for .release, .acquire and .acq_rel, all executed as .acq_rel.
 template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];

@@ -65,7 +65,7 @@ inline I saturated(F x) {
   return static_cast<I>(x);
 }
 
-// The bit operations prmt, bfe, bfi and brev.
+// prmt, bfe, bfi and brev.
 inline u32 permuted(u32 a, u32 b, u32 selector) {
   const u64 pair = static_cast<u64>(b) << 32 | a;
   u32 result = 0;

@@ -9,10 +9,8 @@
 
 #include "state.h"
 
-// Checks one lane's read. Errors: it is out of bounds or misaligned; a copy may still be writing the bytes; their last
-// write was a bulk copy's with no wait at its mbarrier since, or another warp's or lane's with no synchronization since
-// (unless the reader wrote the same value). Unwritten bytes are no error: they set `defined` to false. lane: kLanes for
-// reads that a warp makes as a whole (ldmatrix, wgmma); races between lanes of the warp are then not checked.
+// Checks a read. Unwritten bytes are no error: they set `defined` to false. lane: kLanes for reads that a warp makes as
+// a whole (ldmatrix, wgmma); races between lanes of the warp are then not checked.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
@@ -52,7 +50,7 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
 }
 
 // Checks one lane's write of `value`; if `copy`, the start of a copy. Several warps, or lanes of one instruction, may
-// write equal values. A null `value` counts as different from all.
+// write equal values. A null `value` counts as different from every value.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
   if (at + size > request.shared_bytes) {
     report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
@@ -132,8 +130,7 @@ void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
   }
 }
 
-// Whether the asynchronous proxy (wgmma and bulk copies) sees the word's last write: a bulk copy made it, or a
-// fence.proxy.async followed it.
+// Whether wgmma and bulk copies see the word's last write: a bulk copy made it, or a fence.proxy.async followed it.
 static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
   return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
 }

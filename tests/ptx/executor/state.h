@@ -15,13 +15,13 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  // [a register's offset / 64, as a register has at least 64 bytes]: a mask of the lanes whose value has an undefined lower half (bits 0-31 of the mask) or
+  // By register (its offset / 64): mask of the lanes whose value has an undefined lower half (bits 0-31 of the mask) or
   // upper half (bits 32-63).
   u64* undefined = nullptr;
-  u32 born = 0;              // lanes that exist: 32, in the last warp of a block possibly fewer
-  u32 live = 0;              // lanes that have not exited
-  u32 active = 0;            // lanes that execute the instruction at pc
-  u32 blocked = 0;           // lanes that wait for other lanes at a .sync instruction
+  u32 born = 0;              // mask of the lanes that exist; only the last warp of a block can lack lanes
+  u32 live = 0;              // mask of the lanes that have not exited
+  u32 active = 0;            // mask of the lanes that execute the instruction at pc
+  u32 blocked = 0;           // mask of the lanes that wait for other lanes at a .sync instruction
   u32 pc = 0;
   u32 next_other = ~0u;      // lowest pc of the lanes that are not active
   u32 pcs[kLanes] = {};      // pc of each lane that is not active
@@ -51,8 +51,8 @@ struct SharedWord {
   u32 same = 0;              // mask of the warps that wrote the present value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
-  u32 writing_lanes = 0;     // lanes that wrote it in the last write's instruction; of an atomic the last one
-  u32 reading_lanes = 0;     // lanes of warp `reader` that read it while its clock was reader_clock
+  u32 writing_lanes = 0;     // mask of the lanes that wrote it in the last write's instruction; for an atomic one lane
+  u32 reading_lanes = 0;     // mask of the lanes that read it when the clock of their warp `reader` was reader_clock
   u32 reader_clock = ~0u;
   u8 reader = 0;
 };
@@ -83,7 +83,7 @@ struct Block {
   std::vector<u32> read_clocks;  // (words, warps): clock of the warp's last read of the word
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
-  std::map<u32, Known> known;    // by index of another block: its writes that atomics order before accesses here
+  std::map<u32, Known> known;    // by index of a block: its writes that atomics order before accesses here
 };
 
 // The last write of this launch to one word of global memory, of global_grain bytes (types.h).
@@ -122,14 +122,14 @@ struct Launch {
   bool failed = false;
   u32 origin = 0;            // index of the last instruction that introduced an undefined value, and why
   const char* origin_why = "";
-  std::vector<std::vector<GlobalWord>> written;  // by Range, then by word; a Range without a store or atomic has no words
+  std::vector<std::vector<GlobalWord>> written;  // by Range, then by word; no words before the Range's first write
   // By address of an atomic with .release, .acquire or .acq_rel, then by block.
   std::unordered_map<u64, std::map<u32, Known>> released;
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
   // Reports an error; errors of equal instruction and format share a Finding. 1000 errors end the launch. lane: kLanes
-  // for a read by the whole warp; other errors of a whole warp have lane 0.
+  // for a read by the whole warp.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }

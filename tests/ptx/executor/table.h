@@ -1,5 +1,4 @@
-// The table of operations. An operation has a name like its PTX instruction's, and a function that executes it for a
-// warp.
+// The table of operations: their names, and the functions that execute them for a warp.
 #pragma once
 
 #include <string>

@@ -50,7 +50,7 @@ struct Range {
 };
 
 // The errors of one instruction that have the same format of the message; warp, lane, block and text are those of the
-// first such error. machine.py adds the kernel's name and the lines of the PTX and of the source.
+// first such error.
 struct Finding {
   u32 pc, warp, lane, kind;  // lane 32: the whole warp; kind: identifies the format
   u32 block[3];

@@ -1,8 +1,7 @@
 // wgmma: products that the four warps of a warpgroup start together and wait for later.
 //
-// Descriptors give the places of the operands in shared memory. Each warp computes 16 of the 64 rows. The executor
-// computes the sums at the wgmma, but stores them in the accumulators at the wgmma.wait_group that waits for it. Until
-// then the accumulators are undefined, and the operands must not be overwritten.
+// The executor computes the sums at the wgmma, but stores them in the accumulators at the wgmma.wait_group that waits
+// for it. Until then the accumulators are undefined, and the operands must not be overwritten.
 #include "numbers.h"
 #include "table.h"
 
@@ -12,7 +11,7 @@ constexpr u32 kMaxColumns = 256;
 
 // The matrix descriptor of the PTX ISA. Bits 0-13: address; 16-29: leading byte offset; 32-45: stride byte offset, all
 // three in units of 16 bytes; 49-51: base offset; 62-63: swizzle, 1 for 128 bytes, 2 for 64 and 3 for 32. span: bytes
-// of the swizzle. known: the executor models this descriptor, as it has a swizzle and no base offset.
+// of the swizzle. known: whether the executor models this descriptor.
 struct Descriptor {
   u32 start, leading, stride, span, row_chunks;
   bool known;
@@ -22,8 +21,8 @@ struct Descriptor {
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
   // Address of a chunk of 16 bytes; `chunk` is its index in `line`. If k_major, a line is a row of A or a column of B,
-  // and its chunks follow each other along K. Else a line is an index of K, and its chunks follow each other along the
-  // rows of A or columns of B. The swizzle XORs address bits 7, 7-8 or 7-9 (for a span of 32, 64 or 128) into the bits
+  // and its chunks follow each other along K. Else a line is an index of K, and its chunks follow each other along M
+  // (for A) or N (for B). The swizzle XORs address bits 7, 7-8 or 7-9 (for a span of 32, 64 or 128) into the bits
   // from 4 on.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
@@ -74,7 +73,6 @@ bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u
   return true;
 }
 
-// Whether all lanes have the same value; reports an error if not.
 template <class T>
 bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values, const char* what) {
   for (u32 l = 1; l < kLanes; l++) {
@@ -85,8 +83,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warp's n-th wgmma equals the n-th wgmma of the warp of its warpgroup that issued it first. Reports an
-// error if not, or if the warpgroup lacks a warp or this warp lacks a lane.
+// Whether the warp's n-th wgmma equals the n-th wgmma of the warp of its warpgroup that issued it first.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps of 32 lanes");

@@ -9,7 +9,7 @@ namespace moe {
 
 enum Bug : int { kNone, kSharedOverrun, kGlobalOverrun, kCopyPastTheEnd, kOverflow, kSkippedBarrier };
 
-// y[r, i] = x[r, (i + 1) % n] for n up to 32. Each cp.async of the kernel copies at most 4 elements of x.
+// y[r, i] = x[r, (i + 1) % n] for n up to 32.
 cudaError_t rotate(int bug, const float* x /* (rows, n) */, float* y /* (rows, n) */, int64_t rows, int64_t n,
                    cudaStream_t stream);
 
