@@ -3,7 +3,7 @@ instructions of the longest innermost loop, names of the instructions. Triton co
 
 The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
 these digests get no figures. test_machine_code_triton.py runs this file in a process of its own, because a kernel that
-was decorated for Triton's interpreter cannot be compiled. PTX is kept in the cache of tests/ptx.
+was decorated for Triton's interpreter cannot be compiled.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def code(cubin: bytes) -> bytes:
 
 
 def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruction]]:
-    """The instructions of each kernel, all from a single run of nvdisasm, because starting it takes about 0.2 s."""
+    """The instructions of each kernel, from one run of nvdisasm."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -126,7 +126,7 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
     """By name of the launch: its digest (`origin`) and, unless `known` has the digest, its figures."""
-    gc.set_threshold(100_000, 20, 20)  # see conftest.py
+    gc.set_threshold(100_000, 20, 20)
     triton_launch.share_compilations()
     here, target = launches(capability), GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

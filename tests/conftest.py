@@ -38,7 +38,7 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# With the default thresholds, garbage collection takes more than a tenth of the time of test_compile.py.
+# With the default thresholds garbage collection slows tests down.
 gc.set_threshold(100_000, 20, 20)
 
 
@@ -68,8 +68,7 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Whether Triton runs on CPU tensors. Except in its interpreter, each new set of dtypes and constexpr
-        arguments of a kernel takes 0.3 to 2 s to compile."""
+        """Whether Triton runs on CPU tensors."""
         return self.executed and self.backend == "triton"
 
     @property

@@ -25,7 +25,7 @@ def framed(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """A copy of x with three `fill` after each row, so that not every row starts at a multiple of 16 bytes."""
+    """A copy of x with three elements `fill` after each row."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)

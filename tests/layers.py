@@ -1,4 +1,4 @@
-"""Every gate, and layers of experts with every gate, policy and kind of experts."""
+"""Gates and layers of experts for tests."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
     """Runs `train` twice: once to the end, and once interrupted after `steps` steps, then resumed.
 
-    parse: makes the arguments of `train` from the name of the output folder. Returns for each of the two trainings a
-    list with (loss, test bits) of every evaluation of every network.
+    parse: makes the arguments of `train` from the name of the output folder. Returns, for each of the two trainings and
+    each of its networks, a list of (loss, test bits) of the evaluations.
     """
     found = []
     for name in ("whole", "broken"):

@@ -1,4 +1,4 @@
-"""python -m bench: its timing, figures, peers and checks, and its errors for wrong options or kernels."""
+"""Tests of python -m bench."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_calls_take_turns_in_changing_order() -> None:
 def test_the_undisturbed_clock_counts_a_sleep() -> None:
     with timing.undisturbed_clock() as clock:
         start = clock()
-        time.sleep(0.02)  # the time of a kernel that sleeps must count
+        time.sleep(0.02)
         assert clock() - start > 0.01
 
 

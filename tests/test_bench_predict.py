@@ -1,4 +1,4 @@
-"""python -m bench predict: predictions from counts, a count for every GPU kernel, and states of the ledger."""
+"""python -m bench predict, and states of the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m bench: its times against another clock, kernels made slower on purpose, and profiles."""
+"""Times and profiles of python -m bench."""
 
 from __future__ import annotations
 

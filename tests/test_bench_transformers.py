@@ -1,4 +1,4 @@
-"""The bench of transformers' experts: all implementations agree, and every shape and mode has a figure."""
+"""The bench of transformers' experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench does on a GPU, tested without one: crashes, time limits, order of jobs, use of memory."""
+"""What the bench does on a GPU, tested without one."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ def test_a_dropped_token_is_added_to_no_copy_of_itself():
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Trains seven of the recipe's ten sides (the models that it compares). Kernels agree with the reference. The
-    written models load and predict."""
+    """Trains seven sides. Kernels agree with the reference, and the written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))
@@ -105,7 +104,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """Tests the mean of three seeds: with other rounding, one seed's result after 60 steps can differ by 0.5 bits."""
+    """Tests the mean of three seeds, as one seed's result depends on rounding."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
         lr=0.01, distill=0.01, batch_size=16, windows=8,
@@ -233,7 +232,7 @@ def test_windows_of_tokens(checkpoint):
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
-    """The test part, a twentieth of the text, must fill a window; a validation part that does not is left out."""
+    """The test part must fill a window; a validation part that does not is left out."""
     whole = load_text(text)
     with pytest.raises(ValueError, match="moebert: expected at least 28 tokens of test text for a window of length 30"):
         MoEBERT(sides=("hash",), bert=str(checkpoint), length=30).splits(whole)
@@ -243,7 +242,7 @@ def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
 
 
 def test_distillation_of_a_checkpoint_resumes_exactly(checkpoint, text, tmp_path):
-    """Resumes a run that was interrupted after the split, with dropout and random masks."""
+    """Resumes an interrupted run with dropout and random masks."""
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken

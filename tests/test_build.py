@@ -1,4 +1,4 @@
-"""The build: a wheel has the requested modules, messages say why CUDA is left out, and torch is not needed."""
+"""The build and its wheels."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_without_a_supported_architecture_cuda_is_built_only_on_request(checkout
 
 def compiled_nvcc(home: Path, real: str) -> Path:
     """A toolkit's folder with an nvcc that records its options, checks them with --dryrun, and copies the objects that
-    tests/ptx compiled. It compiles only dispatch.cu, which takes the least time."""
+    tests/ptx compiled. It compiles only dispatch.cu."""
     for name, made in cuda_launch.compiled().objects.items():
         if name != "dispatch.cu":
             shutil.copy(made, home / f"{name}.o")

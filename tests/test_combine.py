@@ -40,7 +40,6 @@ def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
     one_hot, used = dense(plan), int(plan.expert_offsets[-1])
     dims = (0, 1, 40) if target.interpreted else (0, 1, 40, 256, 513)
     if target.compiles and dtype != torch.float32:
-        # Triton reads rows of 40 and 256 elements 16 bytes at a time, rows of 1 and 513 element by element.
         dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)
     for dim in dims:
         rows = torch.randn(plan.num_rows, dim, device=target.device).to(dtype)
@@ -77,7 +76,6 @@ def test_without_weights_it_is_the_plain_sum(target, kind):
 
 
 def test_more_choices_than_a_warp_has_lanes(target):
-    """The CUDA kernel of the backward pass handles 32 choices at a time; rows of 300 elements take three warps."""
     on = target.device
     experts = torch.rand(5, 80, device=on).argsort(1)[:, :70]
     plan = mk.make_plan(experts, 80, backend="reference")

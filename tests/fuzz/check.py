@@ -1,18 +1,11 @@
 """Compares a case with the definition and minimises failing cases.
 
-Errors are relative to the largest finite magnitude of the definition's float64 output. As in `moe_kernels verify`, an
-output that need not be exact may have twice the error of the definition run in the case's dtype, plus a floor in
-epsilons.
+As in `moe_kernels verify`, an output that need not be exact may have twice the error of the definition in the case's
+dtype, plus a floor in epsilons. Random inputs can contain denormal numbers and give sums that cancel, so for an output
+with a larger error the definition also runs on perturbed inputs, and `_difference` allows more.
 
-Random inputs contain denormal numbers and give sums that cancel. So for an output with a larger error the definition
-also runs on four perturbed inputs: one with denormal numbers set to zero, three with each element x moved by up to two
-epsilons of x plus the smallest normal number. The error may then be the larger of the usual tolerance and twice the
-definition's errors for the perturbed inputs, plus EFFECT times the largest change of the float64 output, plus 32
-epsilons of the largest input. The last term is for sums whose exact value is nearly 0; its epsilon is that of float32
-for 16-bit inputs too.
-
-For float64 inputs the float64 output has rounding errors itself, so each epsilon of the floor and of the last term
-counts as 32.
+In `_difference`, 32 epsilons of the largest input are for sums whose exact value is nearly 0, and an epsilon of float64
+counts as 32, because the float64 output has rounding errors itself.
 """
 
 from __future__ import annotations
@@ -152,7 +145,6 @@ def _wide(inputs: Mapping[str, object]) -> dict[str, object]:
 
 
 def _each(inputs: Mapping[str, object], change: Callable[[Tensor], Tensor]) -> dict[str, object]:
-    """The inputs, with `change` applied to every floating-point tensor."""
     floating = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
     return {name: change(value) if name in floating else value for name, value in inputs.items()}  # type: ignore[arg-type]
 
@@ -195,6 +187,5 @@ def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Sp
 
 
 def report(spec: Spec) -> str:
-    """Text: the failing case `spec`, minimised, and the command that repeats it."""
     small = minimised(spec, lambda each: OPERATIONS[each["op"]].fits(each) and failure(each) is not None)
     return f"{small['op']} on {small['on']}: {failure(small)}\n  python -m tests.fuzz --case '{json.dumps(small)}'"

@@ -83,8 +83,7 @@ def _fits_norms(spec: Spec) -> bool:
 
 
 def _loose(spec: Spec) -> float:
-    """Factor of the tolerance's floor. The derivative 1 - tanh^2 cancels near tanh = 1: at tanh = 0.999 its relative
-    error is about 1000 times that of tanh."""
+    """Factor of the tolerance's floor; the derivative 1 - tanh^2 cancels near tanh = 1."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 

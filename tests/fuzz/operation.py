@@ -12,7 +12,7 @@ from tests.fuzz.values import Spec
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """How random cases of an operation are made. moe_kernels.verify says how they run and which errors are allowed.
+    """How random cases of an operation are made.
 
     draw(draw): a random spec without the keys op, on (backend), dtype and seed.
     build(spec): the inputs.
@@ -20,7 +20,7 @@ class Fuzzed:
     loose(spec): factor of the tolerance's floor.
     dtypes: names to draw from, repeated for a higher frequency.
     weight: frequency of the operation relative to others.
-    own: how a function without kernels runs; moe_kernels.verify has no such functions.
+    own: how to run a function that is not in moe_kernels.verify.
     """
 
     draw: Callable[[random.Random], Spec]

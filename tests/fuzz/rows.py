@@ -95,8 +95,8 @@ def _draw_harden(draw: random.Random) -> Spec:
 
 
 def _run_harden(inputs: Inputs, backend: str) -> Outputs:
-    """valid: whether `harden` returns permutations. best: whether no exchange of two rows' columns gives a larger sum
-    of the chosen elements of `soft`."""
+    """valid: whether `harden` returns permutations. best: whether no exchange of two rows' columns raises the sum of
+    the chosen elements of `soft` by more than rounding."""
     soft = inputs["soft"]
     columns = mk.harden(soft)
     n = soft.shape[-1]

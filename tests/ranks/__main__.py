@@ -47,7 +47,6 @@ class Group:
             self.processes.append(process)
 
     def run(self, module: str, check: str, arguments: list[str]) -> dict[int, str]:
-        """Runs a check; returns the errors of the ranks that failed."""
         for pipe in self.pipes:
             pipe.send((module, check, arguments))
         rank_of = {pipe: rank for rank, pipe in enumerate(self.pipes)}
@@ -78,7 +77,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
         module, check, arguments = pipe.recv()
         try:
             if store is not None and not dist.is_initialized():
-                limit = datetime.timedelta(seconds=LIMIT / 2)  # for a collective
+                limit = datetime.timedelta(seconds=LIMIT / 2)
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=limit
                 )

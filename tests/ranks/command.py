@@ -35,7 +35,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
     """Runs the command; returns its exit status, its output and its error messages on this rank."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     train.load = lambda name: SMALL_SETS[name]() if name in SMALL_SETS else load(name)
-    train.picture = lambda *given: False  # matplotlib takes longer than the rest of the run
+    train.picture = lambda *given: False
     out, errors = io.StringIO(), io.StringIO()
     common = ["--device", "cpu", "--threads", "1", "--check-steps", "2"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """The ranks together take the same steps as one process, which --check-steps checks; only rank 0 prints."""
+    """The steps of the ranks together agree with those of one process on the reference; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -81,7 +81,7 @@ def whole(port: str, out: str, data: str) -> None:
 
 
 def goes_on(port: str, out: str, data: str, whole: str) -> None:
-    """Resumes from a checkpoint of 2 ranks; the figures agree with those of one process, in folder `whole`."""
+    """Resumes from the checkpoint of 2 ranks in `out`; the figures agree with those of one process in `whole`."""
     size = os.environ["WORLD_SIZE"]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
     status, _, errors = _command(port, "competesmoe", "--data", data, "--check-steps", 0, *PLAIN, *resumed)

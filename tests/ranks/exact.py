@@ -1,7 +1,4 @@
-"""n ranks, each with a part of the tokens, compared with one process that has all tokens.
-
-Outputs and the gradients of inputs and experts are compared bit for bit, other gradients up to rounding.
-"""
+"""n ranks, each with a part of the tokens, compared with one process that has all tokens."""
 
 from __future__ import annotations
 
@@ -119,8 +116,7 @@ def _one_layer(policy: object) -> mnn.MoE:
     return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
 
 
-# Arguments of `agree` by name. The fourth one, if given, is the capacity of ExpertParallel: in "capacity" that of the
-# policy, in "room" the number of a rank's tokens, which is the most rows that a rank can send to an expert.
+# By name: the arguments of `agree`.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
     "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),
@@ -158,7 +154,7 @@ def global_choice() -> None:
 
 
 def random_shapes() -> None:
-    """Experts without a gate, with random sizes, policies and gate weights, whose gradients are compared too."""
+    """Experts without a gate, with random sizes, policies and gate weights."""
     generator, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
     mesh = mesh_of_all()["ep"]
     policies = {

@@ -62,7 +62,6 @@ def experts(**options: Any) -> mnn.ExpertMLP:
 
 
 def tree_gate() -> None:
-    """Only experts with a weight above 0 receive rows."""
     layer = mnn.MoE(mnn.TreeGate(D, E, 2, gamma=0.5), experts(), mnn.NonzeroWeights())
     torch.nn.init.uniform_(layer.gate.split_weight, -1, 1)
     _, model = same(layer)
@@ -88,7 +87,6 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """In a competition a rank sends its tokens and receives the norms of all experts' outputs for them."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)

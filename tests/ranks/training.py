@@ -93,10 +93,7 @@ def five_steps(ep: str, kind: str) -> None:
 
 
 def sums_of_ranks(ep: str, kind: str) -> None:
-    """Five AdamW steps equal bit for bit those of one process that adds gradients rank by rank.
-
-    So ranks differ from a process that sums over all tokens at once only by the rounding of float32 sums.
-    """
+    """Five AdamW steps give the parameters of one process that adds gradients rank by rank, bit for bit."""
     mesh = mesh_of(ep)
     one = one_model(dist.get_world_size())
     for owner, name in ((one.first, "forward"), (one.layer.gate, "product"), (one, "scaled")):

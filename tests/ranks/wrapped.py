@@ -1,4 +1,4 @@
-"""Layers under DistributedDataParallel or fully_shard, on one rank; most checks compare gradients with no wrapper."""
+"""Layers under DistributedDataParallel or fully_shard, on one rank; most checks compare with the bare layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = torch.arange(T) % IDS
 def stages():
     """By name: a function that makes a layer, and one that changes the layer before a step.
 
-    In each layer some parameters take part in some of the nine steps only. In the other steps DDP must not fail.
+    In each layer some parameters take part in some of the nine steps only.
     """
 
     def by_itself(layer, step):
@@ -95,7 +95,7 @@ def gradients(layer):
 
 
 def sharded(make, *parts):
-    """Applies fully_shard to the submodules `parts` and to the layer; the loss and the gradients do not change."""
+    """Applies fully_shard to `parts` and to the layer; the loss and the gradients change only by rounding."""
     expected = gradients(seeded(make))
     layer = seeded(make)
     for part in parts:
