@@ -301,7 +301,7 @@ def _request(
 
 
 def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Rows in the order of the operations, with the verdicts of `checks.kernel_checks` ({} without a GPU)."""
+    """Rows in the order of the operations, with the verdicts of `checks.kernel_checks` ({} for rows not on a GPU)."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
@@ -422,12 +422,12 @@ def _measure(
     until: float = math.inf,
     write: Callable[[ledger.Result], object] = lambda result: None,
 ) -> ledger.Result:
-    """Measures the verified rows; calls `write` with the result before, while and after measuring."""
+    """Measures the verified rows; calls `write` with the result before, during and after measuring."""
     jobs, left_out = measure.plan(rows, request)
     found = measure.Found(left_out=left_out)
     if until < math.inf:
         jobs = measure.round_robin(jobs)
-    # Samples get half of the time, since inputs, warm-up and CUDA graphs take about as long.
+    # Samples get half of the time; the rest is for inputs, warm-up and CUDA graphs.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     write(measure.result(rows, found, {}))
     with Worker() if torch.cuda.is_available() else nullcontext() as worker:

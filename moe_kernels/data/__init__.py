@@ -90,8 +90,8 @@ def load(name_or_path: str | Path) -> Dataset:
                 MNIST and SVHN, if both are in the folder, become one set as in paper 001: see svhn.load_with_mnist
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
-                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv (or _train)
-                            and movielens_test.csv, plain or .gz
+                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv (or
+                            movielens_train.csv) and movielens_test.csv, plain or .gz
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext

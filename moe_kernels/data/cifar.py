@@ -48,7 +48,6 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def load(kind: str, place: Path) -> Images:
-    """The set of the kind and place that `find` returned."""
     layout = _KINDS[kind]
     files = [place.parent / (name + place.suffix) for name in layout.batches]
     missing = [file.name for file in files if not file.is_file()]

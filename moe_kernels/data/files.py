@@ -162,8 +162,6 @@ def tensor(found: Any) -> Tensor:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Accepts arrays of bytes, numbers, strings and plain containers; refuses all other classes and functions."""
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
             return _Array

@@ -1,4 +1,4 @@
-"""`Ratings`, the kind of data set, and MovieLens: who watched which movie, and the rating (two tasks of paper 001)."""
+"""`Ratings`, a kind of data set, and MovieLens: who watched which movie, and the rating (two tasks of paper 001)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
-MAX_IDS = 1_000_000  # most users and most movies of MovieLens: the largest id sets the size of an embedding
+MAX_IDS = 1_000_000  # limit of users, and of movies, in MovieLens: the largest id sets the size of an embedding
 SEED = 0  # draws the unwatched items and the test rows of ratings.dat, Jester and Books
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
@@ -118,8 +118,8 @@ def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Ge
 def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int, first_id: int, rest: str) -> Tensor:
     """The rows; ValueError if there are none, any is `wrong`, or an id is not in [0, MAX_IDS).
 
-    For the message: first_line is the number of the first row's line, first_id the number in the file of id 0, and
-    rest says what is expected after the ids.
+    For the message: first_line is the number of the first row's line, first_id the id in the file that is 0 in `rows`,
+    and rest says what is expected after the ids.
     """
     expected = f"rows of a user and a movie from {first_id} to {MAX_IDS - 1 + first_id}, {rest}"
     if len(rows) == 0:

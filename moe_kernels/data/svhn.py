@@ -38,9 +38,8 @@ def load_with_mnist(place: Path) -> Images:
     """MNIST and SVHN as one set, as paper 001 mixes them.
 
     The test set is MNIST's test images and a fixed random 11.9 % of the images in all of SVHN's files: 75,000 images if
-    extra_32x32.mat is there. The paper, too, draws test images from all three files. The paper does not say how it
-    makes the sizes equal: here MNIST's images get a black frame of 2 pixels and three equal channels. The paper
-    validates on 85,000 images; here a run that needs a validation set takes a tenth of the training set.
+    extra_32x32.mat is there. The paper does not say how it makes the sizes equal: here MNIST's images get a black frame
+    of 2 pixels and three equal channels.
     """
     x, y = (torch.cat(each) for each in zip(*_parts(place).values(), strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(SEED))

@@ -1,6 +1,6 @@
 """Images with several labels (paper 001, supplement S1.1): MultiMNIST, MultiFashionMNIST and CelebA.
 
-No recipe trains on them: the paper's experts for them are small convolutional networks, which moe_kernels.nn lacks.
+No recipe trains on them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
     """MultiMNIST from the four IDX files of MNIST in `folder`, or MultiFashionMNIST from those of Fashion-MNIST.
 
     An overlaid image is 8 pixels higher and wider than its two images. Every image is used twice at the top left, each
-    time with a random other image of the same part at the bottom right. Pixels are added, up to 255 (the paper's public
-    code has no limit). Five sixths of the training images train, the others validate. MNIST gives 100,000 overlaid
-    images to train, 20,000 to validate and 20,000 to test.
+    time with a random other image of the same part at the bottom right. Pixels are added, up to 255. Five sixths of the
+    training images train, the others validate. MNIST gives 100,000 overlaid images to train, 20,000 to validate and
+    20,000 to test.
 
     Tasks: the label of the image at the top left, and that of the image at the bottom right.
     """

@@ -1,7 +1,6 @@
 """python -m moe_kernels study NAME: experiments of the papers, or on their claims, for which `train` is not enough.
 
-studies/<name>.py defines one subclass of Study, a frozen dataclass. Its fields are the options of the command line, as
-in a recipe. `run` prints a table; with --out it also writes rows (CSV) and a picture to that folder.
+studies/<name>.py defines one subclass of Study, a frozen dataclass. Its fields are the options of the command line.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ Kind = TypeVar("Kind", bound=data.Dataset)
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Options of every study."""
-
     SIDES: ClassVar[tuple[str, ...]] = ()
 
     seed: int = option(0, "seed of all random numbers", low=0)
@@ -47,7 +44,6 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The name on the command line."""
         return type(self).__module__.rpartition(".")[2]
 
     def print_title(self) -> None:

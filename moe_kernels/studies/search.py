@@ -6,8 +6,7 @@ lambda of the entropy loss from {0.05, 0.1, 0.5, 1, 5, 10}, and 1 to 10 epochs o
 trial trains for at most 100 epochs, stops after 25 epochs without a better validation loss, and keeps the best
 evaluation. The paper's Table 2 and the printed table have the mean test loss of the best 5 % of the trials by
 validation loss. The bootstrap (appendix F) draws s different trials and takes the test loss of the one with the best
-validation loss; its result is the mean of 1000 such draws, for s up to half of the trials and at most 250. The paper
-has 500 trials of each gate.
+validation loss; its result is the mean of --draws such draws, for s up to half of the trials and at most 250.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ As in the paper, there are by default 500 pairs of inputs of length 100. An inpu
 and components from N(mu, 25). The networks have 10 hidden layers of 512 neurons. For every pair the study computes the
 cosine of the inputs, and means over 10 networks of two cosines: of the masks and of the masked activations, each of all
 hidden layers together. The paper draws 10 networks for every pair, as --fresh does; by default all pairs use the same
-10, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
+10. p = 1 is the dense network, the baseline of Figure 2b.
 """
 
 from __future__ import annotations

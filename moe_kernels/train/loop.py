@@ -1,7 +1,7 @@
 """One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
 The batches of an epoch are blocks of a permutation that is drawn from seed and epoch, and every run has a random state
-of its own. So a run that alternates with other runs, or stops and continues, gives the same results as a run alone.
+of its own. So alternating with other runs, or continuing from a checkpoint, does not change a run's random numbers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class SeededDraw:
 
 
 def seed_competitions(model: nn.Module, seed: int) -> None:
-    """Replaces the `rate` of every competition gate by a SeededDraw."""
     for layer, module in enumerate(model.modules()):
         if isinstance(module, CompetitionGate):
             module.rate = SeededDraw(module.rate, seed, layer)
@@ -186,7 +185,7 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # leaves training its own numbers
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # not self.random, which is for training
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -260,8 +259,8 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        A multiply-add is two FLOPs. Experts count the rows that are routed to them, as in paper 001's Table 6; but the
-        fused expert_mlp counts all rows of its plan.
+        A multiply-add is two FLOPs. grouped_gemm counts the rows in use, expert_mlp all rows of its
+        plan.
         known: whether to predict with what is stored for test samples, such as frozen masks.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
@@ -278,7 +277,6 @@ class Run:
         return counter.get_total_flops() / len(batch.tensors[0])
 
     def state(self) -> dict[str, Any]:
-        """The complete state of the run, to continue it later."""
         return {
             "step": self.step,
             "rows": self.rows,
@@ -348,8 +346,6 @@ def area_under_roc(scores: Tensor, positive: Tensor) -> float:
 
 
 class RoutingStatistics:
-    """Routing statistics of all layers over the batches of an evaluation."""
-
     def __init__(self, device: torch.device) -> None:
         self.used: list[Utilisation] = []  # one for each layer, since layers may differ in their number of samples
         self.entropy: list[Tensor] = []  # by layer, summed over its samples

@@ -1,13 +1,10 @@
 """Training on several ranks: torchrun --nproc-per-node 2 -m moe_kernels train RECIPE --expert-parallel 2.
 
 Every rank builds the same task, keeps its share of the experts, and takes a part of every training batch. Gradients are
-means over ranks, weighted by samples. Every rank evaluates the whole test set. Only rank 0 prints the results, and
-only rank 0's files are kept. A checkpoint has unsharded tensors, so one process or another number of ranks can continue
-from it.
+means over ranks, weighted by samples. A checkpoint has unsharded tensors, so one process or another number of ranks can
+continue from it.
 
-Random numbers: rank 0 draws from the run's random state, as one process does; every other rank takes a new random state
-in each step, from its number, the step and the seed. Whether the experts of a competition gate compete is drawn from
-seed, layer and step, so that all ranks do the same.
+Whether the experts of a competition gate compete is drawn from seed, layer and step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -107,8 +104,6 @@ def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
 
 @dataclass
 class ParallelRun(Run):
-    """A run in which this process is one of several ranks."""
-
     ranks: Ranks = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -172,7 +167,6 @@ class ParallelRun(Run):
         _disable_fused(self._groups)
 
     def _routing(self, batch: Batch) -> Sequence[Routing]:
-        """The routing of the batch: every rank routes its `part`, and the results are concatenated."""
         own, _ = part(batch, self.ranks.rank, self.ranks.size)
         found = []
         with rank_random(self, self.ranks.rank):
@@ -264,7 +258,7 @@ def _shard(task: Task, mesh: DeviceMesh) -> None:
 
 
 def _disable_fused(groups: list[dict[str, Any]]) -> None:
-    """Turns off an optimiser's fused and foreach modes, which reject groups of DTensors and plain tensors."""
+    """Turns off an optimiser's fused and foreach modes, which reject groups that mix DTensors and plain tensors."""
     for group in groups:
         group.update(fused=False, foreach=False)
 

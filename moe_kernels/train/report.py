@@ -47,7 +47,7 @@ class Summary:
     side: str
     lr: float
     metric: tuple[float, float]
-    curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
+    curve: tuple[float, float]  # mean of the metric over all evaluations
     loss: tuple[float, float]  # training loss of the task, without regularisers
     seconds: float  # of a step: median over seeds and evaluations of the mean since the evaluation before
     flops: float  # of a prediction for one sample
@@ -173,7 +173,7 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
                     for i in range(min(map(len, runs)))
                 ]
                 steps = [row["step"] for row in runs[0]][: len(columns)]
-                colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]  # matplotlib has C0 to C9
+                colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]
                 means = [sum(column) / len(column) for column in columns]
                 axis.plot(steps, means, label=side, color=colour, linestyle=line, marker=".")
                 axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2)

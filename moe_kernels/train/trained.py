@@ -1,4 +1,4 @@
-"""Trained models on disk: model-SIDE-SEED.pt has the state dict, model-SIDE-SEED.json what `load_model` builds it from.
+"""Trained models on disk: a state dict, model-SIDE-SEED.pt, and a description of the model, model-SIDE-SEED.json.
 
 SIDE names one of the models that the recipe compares, with the values of swept options if there are any.
 """

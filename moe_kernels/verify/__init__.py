@@ -105,7 +105,6 @@ def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, s
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text for a table; its numbers are dashes if nothing ran."""
     ran = row.verdict != "not run"
     numbers = (f"{row.cases}", f"{row.error:.3g}", f"{row.allowed:.3g}") if ran else ("-", "-", "-")
     return (row.operation, row.backend, row.dtype, row.device, *numbers, row.verdict, row.note)
@@ -135,7 +134,7 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
     try:  # around all cases: after a fault on a GPU every later call may raise
-        with threads(1):  # on small tensors, several threads wait for each other longer than they compute
+        with threads(1):
             for name, inputs in operation.cases(dtype, device, small):
                 count += 1
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
@@ -198,8 +197,7 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
-            # In float64 the reference is also the truth, so its error counts as 0 although it rounds too. Sums of 1024
-            # numbers in two orders can differ by more than 10 epsilons.
+            # In float64 the reference is also the truth, so its error counts as 0 although it rounds too.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 

@@ -12,8 +12,8 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 FLOOR = 8.0  # in two successive products the order of the sums changes results by several epsilons
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T: large enough for full tiles
-NARROW = (128, 128, 128)  # sizes as in SIZES; some kernels have other tiles for so few columns
+LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T
+NARROW = (128, 128, 128)
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -23,7 +23,6 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
     if not small:
         experts = torch.randint(2, (TOKENS, 2), generator=generator)
         calls += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
-        # With two threads or more, the CPU backend multiplies these in torch.
         calls += [
             ("few rows of a large expert", experts[:20] * 0, 1, None, activation, LARGE)
             for activation in (None, "relu")

@@ -20,7 +20,7 @@ def _layout(x: Tensor, layout: str) -> Tensor:
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Kinds of rows x sizes x k x tie rules (one for each k if `small` or n > 100), with random layouts."""
+    """Kinds of rows x sizes x k x tie rules (a single rule for each k if `small` or n > 100), with random layouts."""
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     sizes = {1: 1, 33: 2, 500: 1} if small else {1: 3, 31: 5, 100: 9, 1000: 4, 1025: 3, 4099: 2, 16400: 3}
     for n, rows in sizes.items():

@@ -25,8 +25,7 @@ class Case(NamedTuple):
 class Operation:
     """How one operation is verified.
 
-    cases(dtype, device, small): the cases. `small` ones are for interpreters and sanitizers: at most 7 tokens, for kwta
-        at most 2 rows of at most 500 elements, for sinkhorn 3 matrices of at most 70 x 70.
+    cases(dtype, device, small): the cases. `small` ones are for interpreters and sanitizers.
     run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
     exact: names of the outputs that must equal those of the reference bit for bit.
     floor: the error of other outputs may be twice the reference's plus `floor` epsilons of their dtype (float64:
@@ -44,8 +43,8 @@ def differentiated(
 ) -> Outputs:
     """Outputs of `call`, keyed by `names`, and gradients of those `leaves` that are in `inputs` and are not None.
 
-    The arguments of `call` are `fixed` and the inputs, without those whose names begin with "grad". The latter, sorted
-    by name, are the gradients of the outputs that require one, in the order of `names`.
+    Inputs whose names begin with "grad", sorted by name, are the gradients of those outputs that require a gradient, in
+    the order of `names`. `call` gets the other inputs and `fixed`.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}

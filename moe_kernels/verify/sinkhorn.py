@@ -13,11 +13,9 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    # n = 80: above n = 64, GPU kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
-        # No low tau in float64, in which the allowed error is 6e-14: with tau = 1e-7 rounding changes scores / tau by
-        # 1e-9, and with tau = 0.05 a gradient is a difference of terms that are a hundred times as large.
+        # No low tau in float64: rounding errors, which grow with 1 / tau, would exceed the allowed error of 6e-14.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=generator).to(dtype)

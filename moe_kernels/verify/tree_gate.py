@@ -12,7 +12,6 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _inputs(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
     generator = torch.Generator().manual_seed(0)
-    # Triton has a separate kernel for one tree of at most 64 experts in 16 bits, if dim is a multiple of 16.
     many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024), (65, 80, 1, 64))
     for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5), (3, 16, 1, 6)) if small else many:
         weights = {"split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
