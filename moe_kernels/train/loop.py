@@ -259,8 +259,7 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        A multiply-add is two FLOPs. grouped_gemm counts the rows in use, expert_mlp all rows of its
-        plan.
+        A multiply-add is two FLOPs. grouped_gemm counts the rows in use, expert_mlp all rows of its plan.
         known: whether to predict with what is stored for test samples, such as frozen masks.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
