@@ -103,7 +103,6 @@ def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
 
 
 def jpegs(file: Path) -> Images:
-    """The set in an .npz of JPEGs; `data.load` describes its arrays."""
     arrays = _arrays(file, {"jpeg": "u", "offsets": "iu", "labels": "iu", "is_test": "biuf", "classes": "U"})
     jpeg, offsets, labels, is_test, classes = arrays.values()
     n = len(labels)

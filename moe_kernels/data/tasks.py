@@ -66,7 +66,7 @@ def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
 def _overlaid(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     n, height, width = x.shape
     first = torch.arange(n).repeat(2)
-    second = (first + torch.randint(1, n, (2 * n,), generator=generator)) % n  # any other image
+    second = (first + torch.randint(1, n, (2 * n,), generator=generator)) % n
     canvas = torch.zeros(2 * n, height + SHIFT, width + SHIFT, dtype=torch.int16)
     canvas[:, :height, :width] = x[first]
     canvas[:, SHIFT:, SHIFT:] += x[second]

@@ -49,7 +49,6 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def _pattern(part: re.Match[str]) -> str:
-    """set*.kind for a file set.part.kind or set_part.kind."""
     return f"{part['set']}*.{part['kind']}"
 
 

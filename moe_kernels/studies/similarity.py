@@ -90,7 +90,7 @@ class Similarity(Study):
             for axis, found, name in zip(axes[0], (masks, activations), ("masks", "masked activations"), strict=True):
                 for p in self.keep:
                     if name == "masks" and p == 1:
-                        continue  # every neuron is active
+                        continue
                     axis.scatter(inputs, found[p], s=4, label=f"p = {p:g}")
                 axis.set(xlabel="cosine of the inputs", ylabel=f"cosine of the {name}")
                 axis.legend(fontsize="small")

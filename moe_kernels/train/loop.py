@@ -126,7 +126,6 @@ class Run:
         return self.recipe.steps or self.recipe.epochs * self.epoch_steps
 
     def batch(self, step: int) -> Batch:
-        """The training batch of step `step`, counted from 0."""
         epoch, block = divmod(step, self.epoch_steps)
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed((self.seed << 32) + epoch)

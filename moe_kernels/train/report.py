@@ -93,7 +93,6 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
 
 
 def task_loss(row: Row) -> float:
-    """The training loss without regularisers."""
     return row.get("task", row.get("text", row["loss"]))
 
 

@@ -99,7 +99,6 @@ def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
 
 
 def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, small: bool = False) -> Iterator[Case]:
-    """The inputs on which `op` is verified."""
     _check_known("operation", (op,), tuple(OPERATIONS))
     return OPERATIONS[op].cases(dtype, device, small)
 
@@ -162,7 +161,6 @@ def _is_large(inputs: Inputs) -> bool:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside the block torch and the CPU kernels may use `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -186,7 +184,6 @@ def poisoned() -> Iterator[None]:
 
 
 def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tuple[str, float, float]]:
-    """(output, error, allowed error) of every output."""
     expected = operation.run(inputs, "reference")
     computed = [name for name in expected if name not in operation.exact]
     truth = operation.run({key: _double(value) for key, value in inputs.items()}, "reference") if computed else {}

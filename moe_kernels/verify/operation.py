@@ -15,8 +15,6 @@ Outputs = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """Inputs of one call of an operation, and a name for reports."""
-
     name: str
     inputs: Inputs
 
