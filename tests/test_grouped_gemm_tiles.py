@@ -1,4 +1,4 @@
-"""Triton's grouped GEMM: many tiles, tensor descriptors, the choice of tiles by shape, and autotuning."""
+"""Tests of tiles, tensor descriptors and autotuning of Triton's grouped GEMM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # The forward of the first call has 12 row tiles, more than _grouped_tiles.GROUP = 8, and three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
@@ -54,7 +53,6 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
         monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     elif _grouped_configs.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
         pytest.skip("this GPU has no tensor descriptors in hardware")
-    # On every axis the last tile is partial.
     compiled = target.executed and not target.interpreted
     with triton_launch.capability(90) if compiled else contextlib.nullcontext():
         check(target, torch.bfloat16, "zipf", (48, 80, 96, 5), "swiglu", gathered)
@@ -110,7 +108,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
             columns = 2 * n if kernel == "gated" else n
             # The buffers of the pipeline stages leave at least 2 KiB of the shared memory that a block can have.
             assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
-            assert m * columns <= 128 * 32 * warps  # at most 128 accumulators a thread, which has 255 registers
+            assert m * columns <= 128 * 32 * warps  # at most 128 accumulators a thread
         assert not set(known) & set(_grouped_configs.TILES[kernel, which])
 
     def no_room(call, **options):

@@ -1,4 +1,4 @@
-"""kwta (k-winner-take-all): values, ties, special values, gradients and errors, on every backend."""
+"""Tests of kwta (k-winner-take-all)."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def special(n: int) -> torch.Tensor:
 
 
 ROWS = {
-    "normal": torch.randn,  # in float32 values rarely tie
+    "normal": torch.randn,
     "negative": lambda n: torch.randn(n) - 200,  # zeros read behind the row would be the largest
-    "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # many ties, also with the k-th largest element
-    "constant": lambda n: torch.full((n,), 0.3),  # 0 < k < n: "strict" keeps nothing, "all" everything
-    "relu": lambda n: torch.randn(n).relu(),  # about half the row is 0
+    "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),
+    "constant": lambda n: torch.full((n,), 0.3),
+    "relu": lambda n: torch.randn(n).relu(),
     "sorted": lambda n: torch.arange(n).float() - n / 2,
     "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # a threshold guessed from mean and deviation is far off
-    "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
-    "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
+    "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),
+    "huge": lambda n: torch.randn(n) * 1e38,
     "subnormal": lambda n: torch.randn(n) * 1e-41,  # float32: if comparisons flushed subnormals, all would tie
     "special": special,
     "all NaN": lambda n: torch.full((n,), NAN),
@@ -70,7 +70,6 @@ def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
     if target.backend == "cuda":
         return [*found, (1, 1), (64, 21)]
-    # Triton compiles kernels for each n. So each dtype has n = 1 with one tie rule, and n = 64 with another.
     return found + [[(1, 1)], [(64, 21)], []][(DTYPES.index(dtype) + TIES.index(ties)) % 3]
 
 
@@ -97,9 +96,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
         assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), expected), (n, k)
 
 
-@pytest.mark.parametrize(
-    "n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000]
-)  # GPU kernels hold aligned rows of up to 32768 elements in registers; they read longer rows several times
+@pytest.mark.parametrize("n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000])
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -197,7 +194,7 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
     """x, values and gradient first lie among NaN, which kwta ranks highest, then in rows 2^30 elements apart."""
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
-    if target.executed:  # reads do not depend on the tie rule: each rule has some of the shapes
+    if target.executed:
         shapes = shapes[TIES.index(ties) :: 3]
     for n, k in shapes:
         x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
@@ -231,7 +228,6 @@ def test_values_that_begin_where_x_begins(target):
 
 
 def test_mask_of_rows_that_start_half_a_vector_apart(target):
-    """CUDA writes a bool mask four elements at a time, but reads a 16-bit x eight elements at a time."""
     x = torch.randn(5, 68, device=target.device).bfloat16()
     for view in (x[:, :64], x.flatten()[4:324].view(5, 64)):
         mask = mk.kwta_mask(view, 30, backend=target.backend)
@@ -333,7 +329,6 @@ def test_bits_of_another_shape_or_dtype_are_refused():
 
 
 def test_a_row_longer_than_a_grid_covers_at_once(target):
-    """The backward launches at most 1024 blocks for a row. Here each block takes two parts of 8192 elements."""
     if target.backend != "cuda":
         pytest.skip("only the CUDA kernel limits the number of blocks")
     n = 2**24 + 1

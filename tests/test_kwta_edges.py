@@ -1,4 +1,4 @@
-"""kwta (k-winner-take-all) of rows that start or end inside a 16-byte vector: winners, ties and neighbouring rows."""
+"""kwta (k-winner-take-all) of rows that start or end inside a 16-byte vector."""
 
 from __future__ import annotations
 
@@ -59,10 +59,8 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
     if target.compiles:
         if dtype == torch.float16:
             pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
-        # Triton compiles a kernel for each alignment of the start, so each place has half of the sizes.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # Triton compiles a kernel for each tie rule, longest in 16 bits: only these n may have rules besides "index".
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
@@ -76,7 +74,6 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
-    """Of equal elements the first k win, inside and outside of whole vectors."""
     if target.compiles and dtype == torch.float16 and n != 45:
         pytest.skip("Triton's float16 code differs from bfloat16 only in how it converts elements")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)

@@ -1,4 +1,4 @@
-"""Launches of CUDA kernels: errors of earlier launches, limits of shared memory, and Python threads during a launch."""
+"""Tests of how CUDA kernels are launched."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }
 """
 
-# A CUDA runtime with all functions that nvcc's host code calls. Like the real one, it keeps the last error. Device
-# attribute 97 is the shared memory that a block may opt in to.
+# A stub of the CUDA runtime; like the real one, it keeps the last error. Device attribute 97 is the shared memory that
+# a block may opt in to.
 RUNTIME = """
 #include <cstddef>
 struct Dim3 { unsigned x, y, z; };

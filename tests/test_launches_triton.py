@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: options, grids, and the number of compilations for random sizes."""
+"""Tests of how Triton kernels are launched."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def each_kernel() -> None:
 
 
 def test_no_kernel_leaves_contraction_to_the_compiler():
-    # If a product were fused with the first addition of a sum over lanes, the lanes' sums would differ in last bits.
     found = launches(each_kernel)
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
@@ -79,7 +78,6 @@ def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
     found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
-    # A tile has 32 choices, one for each lane of a warp: further warps would repeat its loads.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
 
 
@@ -103,7 +101,6 @@ def test_grids_of_many_experts_stay_within_their_limits():
 
 
 def iterations() -> None:
-    """Sinkhorn with few and many iterations: for n = 4 a matrix is in registers, for n = 70 it is read repeatedly."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):
@@ -145,7 +142,7 @@ def steps() -> None:
 
 
 def policies() -> None:
-    """Expert choice, which runs kwta, and priority routing, with a random number of tokens in each step."""
+    """Expert choice and priority routing, with a random number of tokens in each step."""
     from moe_kernels.backends.triton import plan
 
     for _ in range(STEPS):

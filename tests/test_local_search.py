@@ -148,7 +148,7 @@ def test_noise_moves_the_scores_in_stage_one_alone(schedule):
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.parametrize("taken", [0, 3, 6, 9])  # before stage one, in it, at its end, after it
+@pytest.mark.parametrize("taken", [0, 3, 6, 9])
 def test_state_survives_a_round_trip(taken):
     gates = torch.rand(4, 5).softmax(-1)
     search = LocalSearch(5, 6)
@@ -168,8 +168,6 @@ def test_state_survives_a_round_trip(taken):
 
 
 def test_a_compiled_search_hardens_what_was_learned_or_loaded():
-    """Compiled code cannot read versions of tensors, so `eval()` and loading a state dict record whether the
-    hard permutation is out of date."""
     torch._dynamo.reset()
     gates, search, other = torch.rand(4, 5).softmax(-1), LocalSearch(5, 6), LocalSearch(5, 6).eval()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Losses of nn.losses: values by hand, limits, dtypes, gradients, empty batches."""
+"""Tests of the losses in nn.losses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_gradients_in_float64():
 
 
 def test_nothing_costs_nothing():
-    """Losses of empty batches are 0. cv_squared of zeros, which are all equal, is 0 with gradient 0."""
+    """Losses of empty batches are 0. cv_squared of zeros is 0 with gradient 0."""
     empty, none = torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int32)
     routed = (empty[:, :2], none)
     for loss in (

@@ -1,10 +1,8 @@
-"""Machine code of the CUDA kernels for sm_80 and sm_90, both from their PTX for sm_80. They compile without a warning,
-and no register spills to local memory. The code has the instructions on which a kernel's speed depends. A kernel's
-numbers of registers, bytes of static shared memory and instructions of the longest inner loop are at most those of
-machine_code_cuda.json.
+"""Checks the machine code of the CUDA kernels for sm_80 and sm_90, both compiled from PTX for sm_80. No register spills
+to local memory, and the code has the instructions in INSTRUCTIONS. A kernel's numbers of registers, bytes of static
+shared memory and instructions of the longest inner loop are at most those of machine_code_cuda.json.
 
-For each source this table has a digest of its PTX, nvcc's version, this file and sass.py. ptxas runs only if the digest
-differs. It takes 100 s for all kernels.
+ptxas runs only for a source whose digest (`origin`) differs from that in the table.
 
 After a change of kernels, this file or sass.py:  python tests/test_machine_code_cuda.py --update
 """
@@ -42,11 +40,11 @@ pytestmark = [
 INSTRUCTIONS = {
     r"kwta_(warp|block|bwd)_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
-    r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
+    r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],
     r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # false: rows are not whole, aligned 16-byte vectors
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
-    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one addition for all lanes with the same expert
+    r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
@@ -128,13 +126,11 @@ def kernels(source: Path, architecture: str) -> Codes:
 
 
 def table() -> dict[str, Any]:
-    """The version of nvcc. By source: its digest (`origin`) and, by architecture and kernel, registers, bytes of shared
-    memory and instructions of the longest inner loop."""
+    """The version of nvcc, and by source its digest (`origin`) and, by architecture, the `row` of each kernel."""
     return json.loads(TABLE.read_text())
 
 
 def origin(source: Path) -> str:
-    """A digest of the PTX, nvcc's version, this file and sass.py."""
     readers = (Path(__file__).read_text(), Path(sass.__file__).read_text())
     return build.digest(nvcc_version(), *readers, code_of(ptx_of(source).read_text()))
 

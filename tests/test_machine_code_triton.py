@@ -1,10 +1,9 @@
-"""Machine code of the Triton kernels for sm_80 and sm_90, as the calls of triton_calls.py launch them. Only kernels in
-SPILLED and KNOWN spill registers. The code has the instructions on which a kernel's speed depends (INSTRUCTIONS,
-PRODUCTS). The numbers of registers, bytes of shared memory and instructions of the longest inner loop are at most those
-of machine_code_triton.json.
+"""Checks the machine code of the Triton kernels for sm_80 and sm_90, as the calls of triton_calls.py launch them. Only
+kernels in SPILLED and KNOWN spill registers. The code has the instructions in INSTRUCTIONS and PRODUCTS. The numbers of
+registers, bytes of shared memory and instructions of the longest inner loop are at most those of
+machine_code_triton.json.
 
-Each row of this table has a digest of all that determines its numbers (`origin` in ahead_of_time.py), such as Triton's
-version and the kernel's source. Only launches with a new digest are compiled. Compiling all launches takes 120 s.
+Only launches whose digest (`origin` in ahead_of_time.py) is not in this table are compiled.
 
 After a change of kernels, calls, this file, ahead_of_time.py or sass.py:
     python tests/test_machine_code_triton.py --update
@@ -65,8 +64,7 @@ PRODUCTS = {
     },
 }
 
-# Most bytes that may spill under another version of Triton than the table's, besides KNOWN. With ptxas 12.8 these
-# kernels spill one or two registers.
+# Most bytes that may spill under another version of Triton than the table's, besides KNOWN.
 SPILLED = {
     r"resident_fwd bfloat16: .* n=16 .*": 8,
     r"streamed_fwd .* n=1024 .*": 8,

@@ -1,4 +1,4 @@
-"""MoE and MultiGateMoE against sums over all experts: policies, dropout, shared experts, permutations, errors."""
+"""Tests of MoE, MultiGateMoE and routing policies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def test_priorities_of_paper_003(priority, kept):
 @pytest.mark.parametrize("priority", [None, "max"])
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_groups_compete_for_capacity_one_after_the_other(priority, order):
-    """A group (two have 5 tokens, the last has 2) has the result of its tokens alone with the capacity of a group."""
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)

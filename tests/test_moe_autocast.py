@@ -1,4 +1,4 @@
-"""Layers of experts under autocast: dtypes, values, gradients and compilation."""
+"""Tests of layers of experts under autocast."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def test_autocast_leaves_float64_as_it_is(make):
 
 
 def test_tasks_and_residuals_under_autocast():
-    """With pass_through, y has the dtype to which x's and autocast's promote; MultiGateMoE's y has autocast's."""
     torch.manual_seed(0)
     gate, experts, x = TopKGate(D, E, 2), ExpertMLP(E, D, H), torch.randn(T, D)
     layer = MoE(gate, experts, TokenChoice(0.5), pass_through=True)

@@ -1,4 +1,4 @@
-"""torch.library.opcheck of every registered operator: schema, autograd registration, fake tensors, AOT dispatch."""
+"""Runs torch.library.opcheck on every registered operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of layers and gates: registered pytrees, statistics on demand, plain tensors, hooks."""
+"""Tests of the outputs of layers and gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing plans: examples by hand, every backend against the definition, invalid arguments, padded rows."""
+"""Tests of routing plans."""
 
 from __future__ import annotations
 
@@ -220,10 +220,7 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """GPU kernels split the choices into chunks: here into 32, 33 and 34 (CUDA interpreted: into 1, 2 and 2).
-
-    With more than 32 chunks, warps of CUDA's scan have several chunks, and Triton's scan has a tile of another shape.
-    """
+    """GPU kernels split the choices into chunks: here into 32, 33 and 34 (CUDA interpreted: into 1, 2 and 2)."""
     if target.backend == "cuda" and not target.interpreted:
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
@@ -233,12 +230,7 @@ def test_as_many_chunks_as_a_block_has_warps(target, tokens):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """GPU kernels split choices into chunks, chunks into tiles, and experts into windows of at most 1024.
-
-    Here are one or two windows and two chunks. Triton's chunks have several tiles. CUDA's chunks have two tiles and
-    one, or interpreted one and none. With a capacity the first and the last expert drop requests. Every third token
-    has no expert.
-    """
+    """GPU kernels split choices into chunks, chunks into tiles, and experts into windows of at most 1024."""
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":
@@ -265,10 +257,7 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """GPU kernels split choices into tiles of 32 (CUDA: of 1024) and tiles into at most 1024 chunks.
-
-    Here are 1025 tiles, so 512 chunks have two tiles and the next one has the last tile.
-    """
+    """GPU kernels divide the tiles of 32 choices (CUDA: 1024) among at most 1024 chunks. Here are 1025 tiles."""
     if target.interpreted:
         pytest.skip("interpreted kernels would take a minute for so many programs")
     tokens = 524800 if target.backend == "cuda" else 16400
@@ -334,8 +323,7 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
-    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200 pairs. Triton's
-    expert choice pads an expert's scores to at least 2048: here are 60 scores and, if not interpreted, 2100."""
+    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200 pairs."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)

@@ -1,4 +1,4 @@
-"""Small PTX programs, executed on the CPU by tests/ptx: instructions, divergence of lanes, errors that it reports."""
+"""Tests of tests/ptx, which executes PTX on the CPU, with small programs."""
 
 from __future__ import annotations
 

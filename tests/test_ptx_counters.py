@@ -1,7 +1,6 @@
-"""Counters of every kernel in the calls that ptx/golden.py lists, executed from PTX on the CPU.
+"""Counters of the kernels in the calls that ptx/golden.py lists, executed from PTX on the CPU.
 
-Counted are instructions of warps and of lanes, memory sectors, passes over shared memory's banks, and barriers. No
-counter may exceed 1.01 times its number in ptx_counters.json, plus 4.
+No counter may exceed 1.01 times its number in ptx_counters.json, plus 4.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are
 
 
 def kwta(backend):
-    """kwta of four rows: distinct values; rounded values, tied at the threshold; -inf as the threshold; some NaN."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2001, generator=generator) for _ in range(4)]
     rows[1] = rows[1].mul(2).round()
@@ -43,7 +42,6 @@ def gate(backend):
 
 
 def topk_gate_bwd(backend):
-    """The kernel stores 0 or a gradient for every expert, then overwrites the entries of the chosen ones."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weights, _ = mk.topk_gate(logits, 3, order="softmax_topk", backend=backend)
     return torch.autograd.grad(weights.square().sum(), logits)[0]
@@ -67,7 +65,6 @@ def sinkhorn_streamed_bwd(backend):
 
 
 def sinkhorn_log_bwd(backend):
-    """Some lanes store vectors of each iteration in global memory; other lanes read them after a warp barrier."""
     scores = torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0))
     sums = torch.ones(12).requires_grad_()
     p = mk.sinkhorn(scores, 2, rows=sums, columns=sums.detach(), backend=backend)
@@ -151,8 +148,7 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads the others' sums. Without barriers before it, an atomic releases only the stores
-    of its own thread."""
+    """An atomic with no barrier before it releases only the stores of its own thread."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")

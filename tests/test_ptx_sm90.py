@@ -44,20 +44,16 @@ def opcodes(launches) -> set[str]:
     return {re.sub(r"^@\S+ ", "", text).split(" ")[0] for text in texts}
 
 
-# Name: ((rows, columns of x, columns of the weights, experts), (rows, columns) of a tile in forward). The sizes include
-# sums of several steps with a partial last one, experts with several tiles of rows, and tiles that reach past the last
-# row of an expert or past the last column.
+# Name: ((rows, columns of x, columns of the weights, experts), (rows, columns) of a tile in forward).
 SIZES = {
-    "few rows": ((150, 208, 144, 5), (128, 256)),  # in training; 64 x 128 without gradients
+    "few rows": ((150, 208, 144, 5), (128, 256)),
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
-    "eights": ((150, 72, 136, 5), (64, 64)),  # TMA, though no number of columns is a multiple of 16
+    "eights": ((150, 72, 136, 5), (64, 64)),
     "odd": ((150, 33, 70, 5), (64, 64)),  # no TMA: the strides are no multiples of 16 bytes
 }
 
 
-# float16 has the tiles and the inner loop of bfloat16, so two cases suffice: with gathered rows of x, which cp.async
-# copies, and with consecutive ones, which TMA copies.
 BF16, FP16 = SHORT
 
 
@@ -302,8 +298,6 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 def test_every_wait_and_fence_matters():
     """Deletes one executed instruction that matches ORDERS at a time, or lets one try_wait always succeed: each time an
     error is raised or values are wrong."""
-    # Sums have six steps, more than the pipeline has buffers. In the weight gradient, sums over the 20 rows of expert 2
-    # have one step, and experts 1 and 3 have no rows.
     long = (350, 336, 336)
     with session.recorded() as launches:
         expected = product(*long)

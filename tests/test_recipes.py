@@ -1,4 +1,4 @@
-"""Recipes: agreement of the kernels with the definitions, saved models, resuming, FLOPs, invalid options."""
+"""Tests of the recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train import comparison
 from moe_kernels.train.loop import Run
 
-# Name of a recipe -> data set and options of a small run. Sides are the models that a recipe compares.
+# Name of a recipe -> data set and options of a small run.
 SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
@@ -239,7 +239,6 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
 
 
 def test_a_run_with_dropout_resumes_exactly(arguments, tmp_path):
-    """Both sides use dropout and a schedule of the learning rate; the interruption is after their second evaluation."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
     whole, broken = interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken
