@@ -151,7 +151,7 @@ def on_the_cpu(b: str, device: str) -> Calls:
 GROUPS = (of_kwta, of_topk_gate, of_plans, of_rows, of_experts, of_sinkhorn, of_trees, on_the_cpu)
 NAMES = sorted(vars(library.ops))
 
-# Backward operators that have a derivative. For the others test_opcheck detaches the inputs.
+# Backward operators that have a derivative.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

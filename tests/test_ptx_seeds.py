@@ -20,7 +20,7 @@ SEEDS = range(1, 21)
 CASES = [
     ("kwta", "R=3 N=300 p=0.3", "fp32", False),
     ("kwta", "R=3 N=300 p=0.3", "bf16", False),
-    ("kwta", "R=9 N=301 p=0.3", "fp32", False),  # some rows start at no multiple of 16 bytes
+    ("kwta", "R=9 N=301 p=0.3", "fp32", False),
     ("kwta", "R=9 N=301 p=0.3", "bf16", False),
     ("topk_gate", "T=24 E=12 K=3", "fp32", True),
     ("make_plan", "T=48 E=8 K=2", "fp32", False),
