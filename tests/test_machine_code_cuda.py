@@ -2,7 +2,7 @@
 to local memory, and the code has the instructions in INSTRUCTIONS. A kernel's numbers of registers, bytes of static
 shared memory and instructions of the longest inner loop are at most those of machine_code_cuda.json.
 
-ptxas runs only for a source whose digest (`origin`) differs from that in the table.
+The tests run ptxas only for a source whose digest (`origin`) differs from that in the table.
 
 After a change of kernels, this file or sass.py:  python tests/test_machine_code_cuda.py --update
 """

@@ -3,7 +3,7 @@ kernels in SPILLED and KNOWN spill registers. The code has the instructions in I
 registers, bytes of shared memory and instructions of the longest inner loop are at most those of
 machine_code_triton.json.
 
-Only launches whose digest (`origin` in ahead_of_time.py) is not in this table are compiled.
+The tests compile only launches whose digest (`origin` in ahead_of_time.py) is not in this table.
 
 After a change of kernels, calls, this file, ahead_of_time.py or sass.py:
     python tests/test_machine_code_triton.py --update

@@ -214,7 +214,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in all tasks do not run
-    assert sparse.plan.num_rows == T  # tasks with one gate choose the same expert
+    assert sparse.plan.num_rows == T
     several = [gates[1], TopKGate(D, E, 1).double()]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -283,7 +283,7 @@ def test_tasks_share_a_permutation():
     for y, gate in zip(out.y, gates, strict=True):
         permuted = gate(x).gates @ search.soft[0]
         torch.testing.assert_close(y, ((permuted / permuted.sum(-1, keepdim=True))[..., None] * every).sum(1))
-    assert search.step == 1  # one step a call for any number of tasks
+    assert search.step == 1
     torch.testing.assert_close(out.losses["permutation"], search.regulariser(None))
     layer(x), layer(x)
     assert search.hardened

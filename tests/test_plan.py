@@ -133,7 +133,7 @@ def test_capacity_rounds_as_v_moe_does():
     assert mk.expert_capacity(8 * 49, 2, 8, 1.05, 4) == 104
     assert mk.expert_capacity(400, 2, 32, 1.05, 4) == 28  # 26.25 -> 27 -> 28
     assert mk.expert_capacity(64, 1, 4, 1.0, 4) == 16
-    assert mk.expert_capacity(100, 1, 1, 1.1) == 110  # 110.00000000000001 in binary
+    assert mk.expert_capacity(100, 1, 1, 1.1) == 110  # the float product is 110.00000000000001
     assert mk.expert_capacity(0, 2, 4, 1.5) == 0
     assert mk.expert_capacity(10, 1, 3, "0.5") == 2
     for bad in ((-1, 1, 1, 1.0), (1, 1, 0, 1.0), (1, 1, 1, -0.5), (1, 1, 1, NAN), (1, 1, 1, math.inf), (1, 1, 1, 1, 0)):
@@ -376,14 +376,14 @@ def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
 @pytest.mark.parametrize("num_experts", [1, 64, 1024])
 def test_many_tokens_and_threads(num_experts):
     experts = torch.randint(-1, num_experts, (20000, 2))
-    priority = torch.rand(20000).bfloat16()  # many ties
+    priority = torch.rand(20000).bfloat16()
     for order in ("choice", "token"):
         given = {"capacity": 50, "priority": priority, "order": order}
         expected = mk.make_plan(experts, num_experts, **given, backend="reference")
         for count in (1, 2, 3):
             with threads(count):
                 assert_same(mk.make_plan(experts, num_experts, **given), expected)
-    scores = torch.rand(3000, 40).bfloat16()  # ties between chosen tokens and others
+    scores = torch.rand(3000, 40).bfloat16()
     expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
     for count in (1, 2, 3):
         with threads(count):

@@ -128,7 +128,7 @@ def test_tf32(width, tf32):
 
 
 def many_rows():
-    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # about 150 rows an expert
+    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")
 
 
 def some_dropped():

@@ -141,7 +141,7 @@ def test_a_damaged_hostile_or_mismatched_model_is_an_error(arguments, tmp_path):
 
 def worst_expert(original, logits, k, order):
     weights, _, *rest = original(logits, k, order)
-    return weights, (-logits).topk(k).indices.int(), *rest  # chooses the experts with the smallest logits
+    return weights, (-logits).topk(k).indices.int(), *rest
 
 
 def an_expert_too_large(original, x, weights, w_in, w_out, b_in, b_out, *rest):
