@@ -1,4 +1,4 @@
-"""The modules of COMET (paper 000). CometMLP is compared with the paper's equations, computed for each sample."""
+"""The modules of COMET (paper 000)."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
 
 
 def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
-    """Output and masks for one sample at p = 0.3, by the paper's equations 4 to 8, in Python's floats."""
+    """Output and masks for one sample at p = 0.3, by the paper's equations."""
     z, masks = x, []
     for layer, hidden in enumerate(net.hidden, 1):
         c = matvec(net.router.get_buffer(f"weight_{layer}"), z)

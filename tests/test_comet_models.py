@@ -1,4 +1,4 @@
-"""Models of the COMET paper (000): ViT, Mixer, GPT and the MLPs that it compares with COMET."""
+"""Models of the COMET paper (000)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_smaller_and_dropout():
             mlp(name)(many, [torch.zeros(400, 1, dtype=torch.int32)] * 3)
 
 
-@pytest.mark.parametrize("activation", ["relu", "softplus"])  # relu runs in the grouped GEMM, softplus after it
+@pytest.mark.parametrize("activation", ["relu", "softplus"])
 @pytest.mark.parametrize("name", ["moe", "moe-fixed"])
 def test_mixture_of_whole_mlps(name, activation):
     net = mlp(name, 0.3, activation)
@@ -102,7 +102,6 @@ def test_mixture_of_whole_mlps(name, activation):
 
 @pytest.mark.parametrize("activation", ["relu", "softplus"])
 def test_mixture_of_whole_mlps_under_autocast(activation):
-    """The output is bit for bit that of the network in bfloat16; parameters and their gradients stay float32."""
     net = mlp("moe", 0.3, activation)
     with torch.autocast("cpu", torch.bfloat16):
         y = net(X)
@@ -164,7 +163,7 @@ def test_at_p_one_nothing_is_routed():
         assert net(x).shape == shape
         assert all(mask.all() for mask in ffn_masks(net.eval(), x))
     mask = CometFFN(8, 32, p=1.0).mask(torch.randn(2, 8), torch.ones(2, 1, dtype=torch.int32))
-    assert mask.sum(1).tolist() == [1, 1]  # bits that are passed decide at p = 1 too, as in forward
+    assert mask.sum(1).tolist() == [1, 1]  # bits that are passed decide at p = 1 too
 
 
 def test_patches_are_squares_of_the_image():

@@ -1,5 +1,4 @@
-"""torch.compile of layers of experts gives the results and gradients of eager mode. Each layer becomes
-one graph, except those of layers.ON_THE_HOST in training."""
+"""torch.compile of layers of experts gives the results and gradients of eager mode."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# Cases (layer, training). test_one_graph_serves_every_number_of_tokens trains the layers outside of ON_THE_HOST, which
-# also covers the evaluation of those in NO_OTHER_TRAINING.
+# Cases (layer, training). test_one_graph_serves_every_number_of_tokens trains the layers outside of ON_THE_HOST.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]
@@ -62,7 +60,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """The host counts the training steps. 14 of them do not exceed torch's limit: 8 compilations of a function."""
+    """By default torch compiles a function at most 8 times, fewer than the 14 training steps here."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()
@@ -86,7 +84,7 @@ def test_capacities_are_reckoned_in_the_graph():
 
 
 def test_a_tree_that_may_route_compiles_whole():
-    """In eager mode the gate uses tree_route if all trees are saturated, compiled always tree_gate. The gates agree."""
+    """In eager mode the gate uses tree_route if all trees are saturated; compiled, it uses tree_gate."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     gate = mnn.TreeGate(D, E, 2, route=True).eval()

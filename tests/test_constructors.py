@@ -15,7 +15,7 @@ D, E, IDS = 6, 4, 12
 
 
 def constructors():
-    """By name of a class: its constructor with valid options. Tests override or add options."""
+    """By name of a class: its constructor with valid options."""
     softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
     right = {
         "SoftmaxGate": {"dim": D, "num_experts": E},

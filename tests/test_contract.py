@@ -1,4 +1,4 @@
-"""Rules for the whole package: how backends are chosen, errors, devices of launches, imports between folders."""
+"""Rules for the whole package."""
 
 from __future__ import annotations
 
@@ -137,7 +137,6 @@ def test_autocast_casts_nothing():
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_autocast_rounds_no_product(backend):
-    """Float32 results have the same bits as without autocast. With several threads backend "cpu" uses torch.mm here."""
     plan = mk.make_plan(torch.zeros(20, 1, dtype=torch.int64), 1)
     x, w_in, w_out = torch.randn(20, 700), torch.randn(1, 700, 700), torch.randn(1, 700, 700)
 
@@ -163,7 +162,7 @@ def test_a_narrower_instruction_set_can_be_requested():
 
 @pytest.fixture
 def current(monkeypatch) -> list[int]:
-    """A list with the number of the current GPU. Replaces torch.cuda.device by a mock that sets the number."""
+    """A list with the number of the current GPU, which mocks of torch.cuda.device and current_device set and read."""
     numbers = [0]
 
     @contextlib.contextmanager
@@ -196,7 +195,7 @@ def test_cuda_launches_on_the_device_of_its_tensors_and_its_current_stream(curre
     launches = []
     module = SimpleNamespace(kernel=lambda *arguments: launches.append((current[0], *arguments)))
     monkeypatch.setattr(cuda, "module", module)
-    monkeypatch.setattr(cuda, "device_type", "cuda")  # tests/ptx and tests/simt change it to "cpu"
+    monkeypatch.setattr(cuda, "device_type", "cuda")
 
     def current_stream(device=None):
         return SimpleNamespace(cuda_stream=100 + (current[0] if device is None else device.index))

@@ -15,7 +15,7 @@ import moe_kernels as mk
 from moe_kernels import backends
 
 # An A100 issues at most ISSUE warp instructions a second and moves at most MEMORY bytes of DRAM a second. FACTOR: an
-# estimate of the machine instructions (SASS) for each PTX instruction, as in bench/predict.py.
+# estimate of the machine instructions (SASS) for each PTX instruction.
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 BF16 = torch.bfloat16
@@ -54,14 +54,11 @@ def kwta(backend: str, n: int, dtype: torch.dtype) -> tuple[list[Result], list[R
 def test_kwta_is_bound_by_memory(n, dtype, backend):
     forward, backward = kwta(backend, n, dtype)
     moved = 32 * n * (2 * dtype.itemsize + 1 / 8)
-    # Triton's limit at 20000 elements is higher, since its 16-bit kernel pads the row to 32768.
     assert predicted(forward, moved) <= (1.2 if (n, backend) == (20000, "triton") else 0.97)
     assert predicted(backward, moved) <= 0.4
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton specialises kernels for sizes that 16 divides, but not for 1000: given that length in elements, a kernel
-    # would read rows two bytes at a time.
     for odd, even in zip(kwta("triton", 1000, BF16), kwta("triton", 1024, BF16), strict=True):
         assert warps(odd) <= 1.05 * warps(even)
 
@@ -77,14 +74,13 @@ def routed(dim: int) -> None:
 
 
 def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
-    # Read element by element, rows of 1000 took 1.5 to 2.4 times the instructions of rows of 1024.
     odd, even = (recorded("triton", lambda dim=dim: routed(dim)) for dim in (1000, 1024))
     assert len(odd) == len(even) == 3
     for one, other in zip(odd, even, strict=True):
         assert warps([one]) <= 1.1 * warps([other]), one.kernel.title
 
 
-# Limits: warp instructions of a forward pass per token. A CUDA kernel without sorting took 940 (float32, 256 experts).
+# Limits: warp instructions of a forward pass per token.
 MOST = {
     ("cuda", torch.float32, 128): 305,
     ("cuda", BF16, 128): 290,
@@ -143,7 +139,7 @@ def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
 
 
 class TorchLaunches(TorchDispatchMode):
-    """Records the names of the torch operations that would launch a kernel on a GPU: all but views and allocations."""
+    """Records the names of aten operations other than views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +157,6 @@ class TorchLaunches(TorchDispatchMode):
 @BACKENDS
 @pytest.mark.parametrize("biased", [False, True])
 def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, backend):
-    """Counts both passes, but not ones_like, which makes the gradient of y."""
     experts = torch.randint(0, 4, (16, 2), dtype=torch.int32)
     x, w_in, w_out = (torch.randn(shape).to(BF16) for shape in ((16, 16), (4, 16, 32), (4, 32, 16)))
     weights = torch.rand(16, 2)

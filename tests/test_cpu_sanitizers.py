@@ -52,7 +52,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # for k > kPasses = 256 the kernel sorts; 512 keys need no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # for k > kPasses = 256 the kernel sorts
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -112,7 +112,7 @@ def test_tree_products(sanitized, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sinkhorn(sanitized, dtype):
     for batch, n in ((1, 1), (35, 4), (3, 5), (33, 16), (2, 17)):
-        # The kernel has several forms; the range of a matrix's scores decides which one computes it.
+        # The kernel has several forms; which one computes a matrix depends on the range of its scores.
         scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]
         scores = (scales * torch.randn(batch, n, n + 1)).to(dtype)[..., :n].requires_grad_()
         p = mk.sinkhorn(scores, 3, backend="cpu")

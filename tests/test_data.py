@@ -1,4 +1,4 @@
-"""The loaders of data sets, on small files that these tests write, and on published files if they are available."""
+"""The loaders of data sets."""
 
 import gzip
 import io
@@ -162,7 +162,8 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled batch: numpy is to allocate `shape` elements and make them a row of 3072 with this dtype and state."""
+    """A pickled batch that asks numpy for an array of `shape` elements, then sets its shape to (1, 3072), its dtype, and
+    its data to `state`."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
@@ -352,7 +353,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # in a folder, load skips an .npz without jpeg.npy
+    with pytest.raises(ValueError, match="found none"):
         load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""dispatch: rows equal the definition's bit for bit; x's gradient is close to the sum over its rows in float64."""
+"""dispatch: rows against the definition, gradients against sums in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
-    """Plans by kind: with dropped choices, tokens or experts without rows, unused rows, no rows, or none of these."""
     experts = torch.randint(-1, 5, (23, 3), device=device)
     scores = torch.rand(23, 5, device=device)
     seldom = torch.where((scores[:, :3] < 0.3) & (experts != 2), experts, -1)
@@ -83,7 +82,7 @@ def test_views_are_read_in_place(target):
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_and_what_lies_around_them(target, kind, dtype):
-    """x and the gradient are surrounded by NaN, which must have no effect for any length of a row."""
+    """x and the gradient are surrounded by NaN, which must have no effect."""
     plan = plans(target.device)[kind]
     for dim in (3, 300, 4100) if target.interpreted else (3, 300, 2500, 4100, 9000):
         x = framed(torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)).requires_grad_()
@@ -115,14 +114,13 @@ def test_derivatives_in_float64(backend, kind):
 def test_large_outputs_and_threads():
     experts = torch.randint(0, 8, (4000, 4))
     plan = mk.make_plan(experts, 8, capacity=1900)
-    x = torch.randn(4000, 512)  # 31 MB of rows: with AVX2 or AVX-512 their stores bypass the cache
+    x = torch.randn(4000, 512)  # 31 MB of rows
     expected = mk.dispatch(x, plan, backend="reference")
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(mk.dispatch(x, plan, backend="cpu"), expected)
-            # Rows whose size is no multiple of a cache line take ordinary stores.
             for part in (slice(3, None), slice(280)):
                 assert torch.equal(mk.dispatch(x[:, part], plan, backend="cpu"), expected[:, part])
     finally:

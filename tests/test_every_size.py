@@ -36,7 +36,7 @@ def small(backend: str) -> contextlib.AbstractContextManager[None]:
     return cuda_launch.device(SM_86, minor=6) if backend == "cuda" else contextlib.nullcontext()
 
 
-# By operation: a call with a size n, and the largest n to test (in some, the largest that a backend takes).
+# By operation: a call with a size n, and the largest n to test.
 SIZES = {
     "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 32769),
     "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),
@@ -52,7 +52,6 @@ GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
 @pytest.mark.parametrize("op", SIZES)
 def test_every_size_runs_in_99_kb(op, target):
-    """CUDA also runs some powers of two and their neighbours; Triton would compile a kernel for most of them."""
     call, largest = SIZES[op]
     if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
         pytest.skip(reason)

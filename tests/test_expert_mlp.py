@@ -36,7 +36,6 @@ def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation=
 
 
 def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_bias=True):
-    # No default size, and no product of two, is a multiple of 16, for which Triton would compile other kernels.
     width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
     experts = plan.num_experts
     leaves = {
@@ -50,9 +49,9 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# float16 has only two cases, to save time: gelu with biases, and swiglu without.
+# float16 has only two cases, to save time.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# To save compilations, Triton without a GPU runs each kind of plan in only one or two dtypes.
+# The cases that Triton runs without a GPU, to save compilations.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -80,7 +79,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(kind, dtype, tiles, monkeypatch):
-    """torch multiplies, as it does on the CPU for large experts with few rows. tiles: as if the CPU had AMX."""
+    """tiles: as if the CPU had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), kind, dtype)
@@ -106,8 +105,8 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """For output gradients of 1 the gradient to b_out is the sum of the gate weights. 4000 of them sum to 4011.7, which
-    bfloat16 rounds to 4016. If they were rounded first, they would sum to 4000."""
+    """For output gradients of 1 the gradient to b_out is the sum of the gate weights, each of which
+    bfloat16 would round to 1."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000
@@ -141,7 +140,7 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """If w_in and w_out are transposed, their gradients have the same strides. Gate weights are transposed too."""
+    """The gradients to transposed w_in and w_out have the strides of w_in and w_out."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
@@ -173,8 +172,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_an_infinite_gradient_of_one_token(target):
-    """The gradients to the gate weights equal the reference's: no infinity is multiplied by a kernel's zero padding,
-    which would give NaN."""
+    """An infinity that is multiplied by a kernel's zero padding would give NaN."""
     plan, dtype = plans(target.device)["dropped"], finest(target, OP)
     leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
     grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])

@@ -1,4 +1,4 @@
-"""expert_norms: values and gradients against norms of all outputs (T, E, Dout) in float64; peak memory."""
+"""expert_norms: values and gradients against norms of all outputs (T, E, Dout) in float64."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# tokens, experts, dim, hidden, dout; 131 columns take more than one tile of a GPU kernel
+# tokens, experts, dim, hidden, dout
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# The only cases that Triton runs without a GPU, to save compilations: each form and each dtype occurs.
+# The only cases that Triton runs without a GPU, to save compilations.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
 def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch):
-    """torch multiplies, as it does on the CPU for large experts with few rows. tiles: as if the CPU had AMX."""
+    """tiles: as if the CPU had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), activation, with_bias, dtype)

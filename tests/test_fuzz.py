@@ -1,4 +1,4 @@
-"""The fuzzer (tests/fuzz): 3000 cases of a fixed seed without a failure, a planted fault, and a case that crashes."""
+"""The fuzzer in tests/fuzz."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
 
 @pytest.mark.parametrize(("fault", "message"), [("os.abort()", "ended the process with -6"), ("", "")])
 def test_a_crash_is_reported_with_its_case(fault, message, tmp_path):
-    """If a case crashes its process, the fuzzer prints the case and starts another process."""
     script = tmp_path / "run.py"
     planted = f"import os; from tests.fuzz import check; check.failure = lambda spec: {fault or None}"
     script.write_text(

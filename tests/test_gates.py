@@ -1,4 +1,4 @@
-"""The gates of nn.gates: values by hand, training and evaluation, autocast, empty batches, the meta device, errors."""
+"""The gates of moe_kernels.nn.gates."""
 
 from __future__ import annotations
 
@@ -155,7 +155,6 @@ def test_experts_compete_in_the_dtype_they_compute_in():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @every_gate
 def test_a_layer_behind_another_trains_under_autocast(make, dtype):
-    """In training and in evaluation y has autocast's dtype; gradients to the float32 parameters are float32."""
     torch.manual_seed(0)
     before, layer, (x, ids) = torch.nn.Linear(D, D), layer_of(make()), tokens()
     with torch.autocast("cpu", dtype=dtype):
@@ -203,7 +202,7 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """Two forward passes before two backward passes, as in THOR, give the gradients of two separate passes."""
+    """Two forward passes before two backward passes give the gradients of two separate passes."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # stage two; in stage one each forward has another temperature

@@ -1,4 +1,4 @@
-"""Gates of paper 001 (tree COMET) against results computed by hand: trees, hash tables, DSelect-k."""
+"""Gates of paper 001 (COMET with tree gates)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_torch_multiplies_few_rows_of_large_experts_and_tiles(tiles, monkeypatch
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Products, norms and gradients have the same bits with 1, 2 and 3 threads. The last seven rows are unused."""
+    """The last seven rows are unused."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
@@ -68,11 +68,10 @@ def test_tanh_is_at_most_one(isa, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dout", [512, 160, 33])  # C++ multiplies panels of columns; the last may be partial
+@pytest.mark.parametrize("dout", [512, 160, 33])
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """A row of the product, or of the weight's gradient, has the same bits for any number of rows, although
-    C++ multiplies 1, 2, 4 or 6 rows at a time."""
+    """A row of the product, or of the weight's gradient, has the same bits for any number of rows."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -90,7 +89,6 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_token_sums_do_not_depend_on_threads(dtype):
-    """Threads share the columns. test_rows_are_summed_by_token checks the values."""
     rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
     found = []
     for count in (1, 3):
@@ -160,8 +158,7 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
-    """A read of the page behind an operand ends the process. With AVX-512, C++ reads half a panel, 32 columns, in place
-    for up to 96 rows, or up to 24 if rows of the weight are more than 2 KB apart, as with 544 columns."""
+    """A read of the page behind an operand ends the process."""
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, 3, 3, 153, 203], dtype=torch.int32)
@@ -179,7 +176,7 @@ def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_large_experts_on_the_cpu(kind, dtype, tiles, monkeypatch):
-    """torch multiplies, 16-bit operands in float32; with `tiles`, as on a processor with AMX, bfloat16 in bfloat16."""
+    """torch multiplies. tiles: as if the processor had AMX."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
     target = Target("cpu", "cpu", "cpu")

@@ -1,4 +1,4 @@
-"""Edge cases of grouped products: memory around operands, strides, partial tiles, slopes at 0, each gradient alone."""
+"""Edge cases of grouped products."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def test_slopes_at_zero(target, activation):
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
-    """expert_mlp and expert_norms use the kernel expert_mlp_bwd_hidden, where grouped_gemm uses activation_bwd."""
     if target.compiles and activation in ("gelu", "silu"):
         pytest.skip("slopes of gelu and silu are continuous at 0; other tests run these kernels")
     dtype = finest(target)
@@ -76,7 +75,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
-    # relu of NaN is NaN, and kernels take 1 as its slope: only with relu is the gradient to x finite.
+    # With relu the slope at NaN is finite, and so is the gradient to x.
     broken = int(kept.argmax())
     leaves["x"][broken] = math.nan
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
@@ -98,7 +97,6 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
-    """GPU kernels have a partial last tile on each axis: rows of an expert, columns and terms of a sum."""
     if target.compiles and gathered == (activation == "gelu"):
         pytest.skip("Triton compiles two cases: gelu without a gather, swiglu with it")
     dtype = finest(target)
@@ -110,7 +108,7 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
-    """x, weight, bias and the output gradient have NaN on all sides; some widths are no multiple of 16 bytes."""
+    """x, weight, bias and the output gradient have NaN on all sides."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
@@ -146,7 +144,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("activation", ["gelu", None])  # None: products in backward read the output gradient itself
+@pytest.mark.parametrize("activation", ["gelu", None])
 @pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
     """Results agree within rounding if the start or a stride of one operand rules out accesses of 16 bytes."""
@@ -170,9 +168,7 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """Results agree within rounding with those of aligned, contiguous operands. contiguous: b_in and b_out start one
-    element after a multiple of 16 bytes. aligned gradient: rows of the output gradient start at multiples of 16 bytes;
-    on CUDA (bfloat16) the second row of b_out does not."""
+    """Results agree within rounding with those of aligned, contiguous operands."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
@@ -197,9 +193,8 @@ def test_operands_of_an_expert_mlp_that_are_views(target, moved):
 def test_operands_far_apart(target, apart):
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
-    # A gated activation reads two columns of an expert at a time.
     activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
-    din = 80 if apart == "rows of an expert" else 16  # 80: a kernel's loop over Din takes several steps
+    din = 80 if apart == "rows of an expert" else 16
     x, grad = torch.randn(20, din, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, din, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
@@ -219,7 +214,6 @@ def test_operands_far_apart(target, apart):
 
 
 def test_gradient_of_many_columns(target):
-    """4200 columns take several programs in Triton and several blocks in CUDA."""
     dtype = finest(target)
     grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
     got = kernels(target.backend).activation_bwd(grad, pre, "relu")
@@ -248,7 +242,7 @@ def test_gathered_rows_far_apart(target):
 
 def test_the_search_for_an_expert_takes_several_rounds(target, monkeypatch):
     """Kernels search the offsets for the expert of a tile: CUDA in rounds of 32 comparisons, Triton by bisection from
-    E = MAX_BLOCK_E on (here 8). With 70 experts both take at least two rounds."""
+    E = MAX_BLOCK_E on."""
     if target.backend == "triton":
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
