@@ -162,8 +162,8 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled batch that asks numpy for an array of `shape` elements, then sets its shape to (1, 3072), its dtype, and
-    its data to `state`."""
+    """A pickled batch: its array is made with `shape` elements, then gets the shape (1, 3072), `dtype` and the data
+    `state`."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
