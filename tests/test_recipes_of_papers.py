@@ -1,4 +1,4 @@
-"""Recipes of papers 001 to 004: which blocks have experts, and which measures an evaluation reports."""
+"""Recipes of papers 001 to 004 on small data."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
-    assert sparse <= matched < 1.2 * sparse  # matched becomes wider in steps of 2, the number of heads
+    assert sparse <= matched < 1.2 * sparse
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
-    """At capacity factor 0.3 bpr (batch prioritized routing) keeps first choices of a larger mean weight than vmoe."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
@@ -66,7 +65,7 @@ def test_priority_matters_with_two_choices_of_v_moe():
 
 
 def test_experts_can_be_switched_off_in_evaluation():
-    """As in paper 002, Table 5: a layer without its experts adds nothing to the residual connection."""
+    """A layer without its experts adds nothing to the residual connection."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
     found = run.evaluate()
     with torch.no_grad():
@@ -90,7 +89,6 @@ def test_an_evaluation_takes_one_forward():
 
 
 def test_the_entropy_of_routers_is_that_of_their_softmax(text):
-    """The entropy of each layer's router, and its mean over the layers, as in paper 004, appendix C.5."""
     for side in ("smoe", "xmoe", "stable", "hyper", "compete"):
         recipe = CompeteSMoE(sides=(side,), dim=16, hidden=12, depth=2, heads=2, length=12, experts=4, choose="last")
         run = Run(recipe, 0, recipe.splits(text))
@@ -138,7 +136,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf; the measures agree."""
+    """route=False evaluates 15 nodes and 16 leaves, route=True 4 nodes and a leaf."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)

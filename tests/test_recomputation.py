@@ -1,4 +1,4 @@
-"""Gates inside torch.utils.checkpoint: the recomputed forward pass equals the first one."""
+"""Gates in layers that torch.utils.checkpoint recomputes."""
 
 from __future__ import annotations
 

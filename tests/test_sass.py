@@ -14,10 +14,10 @@ def listing(*lines: str) -> list[sass.Instruction]:
 NESTED = (
     "MOV R1, c[0x0][0x28]",
     "IADD3 R2, R2, 0x1, RZ",  # 0x10: outer loop
-    "FADD R3, R3, R2",  # 0x20: inner loop of 3
+    "FADD R3, R3, R2",  # 0x20: inner loop of 3 instructions
     "ISETP.NE.AND P0, PT, R3, RZ, PT",
     "@P0 BRA 0x20",
-    "FMUL R4, R4, R4",  # 0x50: inner loop of 4
+    "FMUL R4, R4, R4",  # 0x50: inner loop of 4 instructions
     "FMUL R5, R5, R5",
     "BRA.DIV ~URZ, 0xb0",
     "@!P1 BRA P2, 0x50",

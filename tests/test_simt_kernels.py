@@ -31,8 +31,6 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows for part of a warp, a warp, or a block of 64 or 1024 threads; one behind another, or apart and unaligned.
-    The longest do not fit in the registers of a block, which reads them several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):
@@ -44,7 +42,6 @@ def kwta() -> None:
 
 
 def products() -> None:
-    """Rows aligned to 16 bytes and unaligned ones; a product of more steps than the pipeline's 4 stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -56,7 +53,6 @@ def verified(op: str) -> None:
 
 
 def rows() -> None:
-    """Dispatch and combine: tokens with two, one and no expert, copied 16 bytes at a time or element by element."""
     plan = mk.make_plan(torch.tensor([[0, 1], [1, -1], [-1, -1]]), 2, capacity=2, backend="reference")
     for dim in (40, 513):
         leaves = {"x": torch.randn(3, dim).to(BF16), "weights": torch.randn(3, 2).to(BF16)}
@@ -73,7 +69,6 @@ def rows() -> None:
 
 
 def sinkhorn() -> None:
-    """Matrices of every layout: in a thread, in lanes of a warp, in several warps, in memory."""
     for n in (3, 7, 13, 31, 61, 65):
         scores = torch.randn(3, n, n) * torch.tensor([1.0, 300.0, 1.0])[:, None, None]
         scores[2, 0, : n // 2] = -torch.inf
@@ -83,8 +78,7 @@ def sinkhorn() -> None:
             test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
-# (tokens, dim, trees, experts). Some have more trees than a block has warps (8), more experts than a warp has lanes, or
-# a number of experts that is no power of two. `trees` below varies the alignment of x.
+# (tokens, dim, trees, experts)
 TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 24), (3, 8, 1, 72)]
 
 
@@ -138,8 +132,6 @@ def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
 def test_experts_are_found(num_experts: int) -> None:
-    """The rows belong to the last three experts, the first three, the middle one, or many. A warp searches the expert
-    of a tile with 32 probes at a time."""
     rows, weight = torch.randn(40, 8).to(BF16), torch.randn(num_experts, 8, 8).to(BF16)
     for kind in range(4):
         chosen = torch.tensor([(-1 - r % 3, r % 3, num_experts // 2, r * 7)[kind] % num_experts for r in range(40)])
@@ -150,7 +142,6 @@ def test_experts_are_found(num_experts: int) -> None:
 
 
 def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """220 experts have two tiles of 128 x 128 or more for each SM of an A100: the weight gradient uses such tiles."""
     monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
     with cuda_launch.use():
         test_grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
@@ -158,7 +149,6 @@ def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "tile"), [(900, 7, 33, 4096), (4300, 8, 128, 1024)])
 def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: int, monkeypatch) -> None:
-    """A chunk of requests has several tiles, or there are more chunks than plan_scan_kernel has warps (32)."""
     monkeypatch.setattr(cuda, "PLAN_TILE", tile)
     chosen = torch.where(torch.rand(tokens, k) < 0.5, 0, torch.randint(-1, experts, (tokens, k)))
     for order in ("choice", "token"):
@@ -169,8 +159,8 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# (launcher, its pointers and strides, calls that it refuses). A call has the other arguments: first the one before the
-# pointers (a dtype, or the bytes of an index or element), then those after the strides, without the stream.
+# (launcher, its pointers and strides, calls that it refuses). A call is the argument before the pointers, then those
+# after the strides, without the stream.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

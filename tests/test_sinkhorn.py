@@ -1,4 +1,4 @@
-"""sinkhorn: values at every temperature, gradients, forbidden pairs, special values and errors."""
+"""sinkhorn: values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ target = on_every_target("sinkhorn")
 
 
 def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
-    """exp(scores / tau - f - g) in float64; f and g normalise rows and columns. The reference has no f and g."""
+    """exp(scores / tau - f - g) in float64; f and g normalise rows and columns."""
     z = scores.double() / tau
     g = torch.zeros_like(z[..., :1, :])
     f = torch.zeros_like(z[..., :1])
@@ -41,7 +41,7 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, dL/dp and dL/dscores, by the formula in numpy's long double, with 64 bits of mantissa or more."""
+    """Scores, dL/dp, and dL/dscores computed in numpy's long double."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -81,8 +81,7 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as in a new LocalSearch: scores / tau have ranges up to about 10, 33, 100, 500. Kernels that
-    scale exp(scores / tau) take ranges below 60 if they compute in float32, below 300 in float64."""
+    """Scores are drawn from U(-0.05, 0.05), as in a new LocalSearch."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
         iterations = 5 if target.executed else 60
@@ -103,8 +102,6 @@ def test_a_solve_goes_on_while_two_columns_change(target, n):
 
 @pytest.mark.parametrize("n", [4, 12, 70])
 def test_rows_of_any_width(target, n):
-    """One column is lower than the others by `widths`. Kernels that scale exp(scores) take rows of a range below 60 in
-    float32, below 300 in float64."""
     widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
     scores = torch.randn(len(widths), n, n)
     scores[:, :, 1] -= widths[:, None]
@@ -119,7 +116,6 @@ def test_rows_of_any_width(target, n):
 
 @pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2), (70, 1)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
-    """Matrices of small and large range, with NaN, +inf or forbidden pairs have the same bits in a batch as alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
     scores[1, 1, 0], scores[5, 2, 3] = NAN, INF
@@ -138,7 +134,6 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[1], [5]]
     assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[1], [5]]
     for i in range(7):
-        # For Triton a batch of two copies, as it would compile kernels again for a batch of one.
         which = [i, i] if target.compiles else [i]
         alone = both(scores[which], grad[which])
         for whole, one in zip(together, alone, strict=True):
@@ -177,7 +172,6 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
 def test_columns_far_below_the_others(target, below):
-    """Kernels that scale exp(scores) take rows of a range below 60 in float32, below 300 in float64."""
     for n in (4,) if target.executed else (4, 12, 20):
         scores = torch.randn(2, n, n)
         scores[:, :, : n // 2] -= below
@@ -191,7 +185,7 @@ def test_columns_far_below_the_others(target, below):
 
 @pytest.mark.parametrize("tau", TAUS)
 def test_gradient_against_float64(target, tau):
-    """Allowed error: 1e-5 of the entry, 1e-12, and `noise`, the size of float64 roundings in terms that cancel."""
+    """`noise` is about the size of float64 roundings in terms that cancel."""
     for n, iterations in sizes(target):
         scores, grad, expected = long_gradient(n, iterations, tau)
         leaf = scores.to(target.device).requires_grad_()
@@ -335,7 +329,6 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """Each matrix takes as many iterations as the definition needs to meet the tolerance, at most `iterations`."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # the sum of a forbidden row does not count
@@ -421,7 +414,6 @@ def test_one_element_that_is_forbidden(target):
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
     views = [base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)]
-    # 35 matrices, more than the 32 lanes of two CPU vectors.
     many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]
     for view, grad in (*((each, None) for each in views), (many, grads)):
         before, leaf = base.clone(), view.detach().requires_grad_()
@@ -437,7 +429,7 @@ def test_views_are_read_in_place_and_nothing_else_is_written(target):
 
 @pytest.mark.parametrize("tau", [1e-39, 1e39])
 def test_temperatures_beyond_float32(target, tau):
-    """Neither tau nor 1 / tau is a normal float32. All scores are 0, so scores / tau is 0."""
+    """Neither tau nor 1 / tau is a normal float32."""
     for n in (4, 5):
         p = mk.sinkhorn(torch.zeros(2, n, n, device=target.device), 3, tau=tau, backend=target.backend)
         torch.testing.assert_close(p, torch.full_like(p, 1 / n))

@@ -1,4 +1,4 @@
-"""Which kernels of sinkhorn solve a matrix: counts of the instructions that they execute in tests/ptx."""
+"""Sinkhorn's Triton and CUDA kernels as tests/ptx executes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_solve_that_changes_nothing_ends(backend):
 
 
 def test_any_order_and_any_error_of_approximate_instructions(backend):
-    """The seed draws the order of warps and the errors of approximate instructions. No seed may change the gradient."""
+    """The seed draws the order of warps and the errors of approximate instructions."""
     scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
     for seed in range(1, 7):
         with session.seed(seed):

@@ -1,4 +1,4 @@
-"""sinkhorn with prescribed sums and a tolerance, one iteration, many matrices, and NaN around the matrices."""
+"""More tests of sinkhorn, most of them with prescribed sums or a tolerance."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ OP = "sinkhorn"
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """Values of n at which kernels keep a matrix in different places: on a CPU in one lane of a vector or along lanes,
-    on a GPU in a thread, a warp, a block, or memory."""
+    """Values of n at which kernels keep a matrix in different places."""
     if target.compiles:
-        return (3, 12, 40, 70)  # few: Triton compiles its kernels again for each tile size
+        return (3, 12, 40, 70)
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -111,8 +110,6 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_sums_of_annealed_iterations(target, iterations):
-    """Temperatures: 0.5; 2 and 0.5; 2, 1 and 0.5. What an iteration adds to the gradients of sums has the factor
-    temperature / 0.5."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
@@ -120,7 +117,7 @@ def test_sums_of_annealed_iterations(target, iterations):
         assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
 
 
-# (n, batch): more matrices than a CUDA block holds and, except at n = 1, than a Triton program holds.
+# (n, batch)
 BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (64, 3))
 
 
@@ -146,15 +143,14 @@ def test_one_iteration(target, settings):
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
-    """NaN surrounds the matrices, or rows or matrices are far apart; for CUDA rows or matrices are also unaligned."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: row 8 is at offset 2^31
-    if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # n = 12: row 8 starts at element 2^31
+    if target.backend == "cuda":
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.compiles and (n == 3 or (with_sums and n == 70)):
-            continue  # n = 3 computes addresses as n = 12 does; n = 70 the same with sums as without
+            continue
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:
@@ -218,7 +214,6 @@ def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
 
 
 def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
-    """18 matrices are more than a CPU vector has lanes, and more than a program of Triton's backward kernel holds."""
     scores = torch.randn(18, 3, 3, device=target.device)
     scores[1, 1, 2] = math.nan
     sums = [torch.ones(18, 3, device=target.device, requires_grad=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""State of layers: initialisation after device "meta" and to_empty, device and dtype, routers in float32, averages."""
+"""Parameters and buffers of layers: creation, dtypes, averages and state dicts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_meta_then_to_empty_then_reset_is_the_constructor(name):
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
             continue
-        for each in made.modules():  # as after fully_shard: every module resets itself
+        for each in made.modules():
             if hasattr(each, "reset_parameters"):
                 each.reset_parameters()
         for key, value in made.state_dict().items():

@@ -25,7 +25,6 @@ def read(path):
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
-    """The more similar two inputs are, the more similar are their masks. All masks of a dense network are equal."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
     assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
@@ -138,7 +137,6 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
 
 @pytest.mark.parametrize("schedule", ["paper", "wide"])
 def test_which_schedule_ends_in_a_permutation(schedule):
-    """From 30 random score matrices of 16 experts "wide" always ends near a permutation, "paper" never."""
     found = []
     for seed in range(30):
         search = LocalSearch(16, 100, schedule=schedule, generator=torch.Generator().manual_seed(seed)).train()

@@ -1,4 +1,4 @@
-"""The clamped SwiGLU of gpt_oss, with gates in even columns, in grouped_gemm and expert_mlp, on every backend."""
+"""The clamped SwiGLU of gpt_oss, with gates in even columns, in grouped_gemm and expert_mlp."""
 
 from __future__ import annotations
 

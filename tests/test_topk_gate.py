@@ -1,4 +1,4 @@
-"""The top-k gate: choices exactly, weights and gradients within rounding, on every backend."""
+"""topk_gate: choices, weights, gradients and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
-    """Pairs (T, E). CUDA can read four logits at once if E is a multiple of 4."""
+    """Pairs (T, E)."""
     return ((3, 1), (3, 33), (3, 36)) if target.executed else ((0, 5), (3, 1), (5, 32), (9, 33))
 
 
@@ -84,15 +84,13 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
 
-# (T, E, K). T is no multiple of 4, the tokens of a CUDA block. CUDA has a kernel for E up to 128, one up to 256, one up
-# to 1024, and one for larger E. A warp finds 32 choices at a time. For K above 256 the CPU sorts.
+# (T, E, K)
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
 def test_many_experts_choices_and_tokens(target, kind, order):
-    # Triton without a GPU compiles kernels for each size and order, so there each order has every second size.
     for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
         grad = torch.randn(k, tokens, device=target.device).t()  # not contiguous in the last dimension
@@ -210,7 +208,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_at_large_logits(target, order):
-    """Gradients are as accurate as at small logits. A saved logsumexp would fail: 1e8 + log 2 is 1e8 in float32."""
+    """A backward that read a saved logsumexp would fail: 1e8 + log 2 is 1e8 in float32."""
     for size in (1e3, 1e5, 1e8):
         logits = torch.tensor([[size, size, 0.0], [size, 0.5 * size, size]], device=target.device)
         grad = torch.tensor([[1.0], [1.0]], device=target.device)
@@ -221,8 +219,6 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """An infinite gradient of one weight makes gradients of its token's logits infinite or NaN: with "softmax_topk" of
-    all logits, with "topk_softmax" of the chosen ones."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

@@ -1,4 +1,4 @@
-"""The package with tools of torch: profilers, export, trace, vmap, compile, hooks, another default device."""
+"""The package with tools of torch, such as torch.export, torch.vmap and torch.compile."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_flops_of_a_layer_are_counted_once():
 
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_was_exported_without_gradients_has_them(call):
-    """An operator exported under no_grad computes nothing for backward alone, so backward must do that itself."""
+    """An operator exported under no_grad computes nothing that only backward needs, so backward must compute it."""
     f = (ROWS | OTHERS)[call]
 
     class Module(nn.Module):
@@ -308,7 +308,7 @@ def test_a_negative_view_is_read_negated(call):
 
 
 def test_short_kernels_keep_the_gil(monkeypatch):
-    """While other threads wait for the GIL, releasing and retaking it takes longer than a kernel of 10 us."""
+    """Releasing and retaking the GIL can take longer than a short kernel."""
     released = {}
 
     class Recorded:

@@ -73,7 +73,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
     assert sparse["metric"] == pytest.approx([sum(accuracies) / 2, abs(accuracies[0] - accuracies[1]) / math.sqrt(2)])
     routing, output = 12 * 24 + 24 * 24 * 2, 24 * 3
     assert standard["flops"] == 2 * (routing + output)
-    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 layers: selection, masks
+    assert sparse["flops"] == 2 * (2 * routing + output) + 3 * 24 * 2  # 3 layers: 24 for selection, 24 for the mask
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 

@@ -57,8 +57,7 @@ def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch
 
 @pytest.mark.parametrize("steps", [None, 5])
 def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
-    """At this learning rate the model becomes worse after some steps. The run stops two evaluations after the best one
-    and saves the model of the best one, also if it is interrupted and resumed."""
+    """At this learning rate the model becomes worse after some steps."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
     args = arguments(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)

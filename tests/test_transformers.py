@@ -1,4 +1,4 @@
-"""Experts implementation "moe_kernels" against "eager" in small random models of the package transformers; routers."""
+"""Experts implementation "moe_kernels" against "eager" in small random models of the package transformers."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_no_tokens(kind):
     assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: too many for one C++ call, so the operator makes several
+@pytest.mark.parametrize("tokens", [0, 1, 3, 6000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)

@@ -1,4 +1,4 @@
-"""tree_gate: values by hand, gradients, saturated nodes, special values and errors."""
+"""tree_gate: values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
     """gate_and_gradients of the reference with four orders of the columns of x and the weights.
 
-    The products sum over these columns. If a node is nearly saturated, the errors of two orders may differ greatly.
+    If a node is nearly saturated, the errors of two orders may differ greatly.
     """
     found = []
     for _ in range(4):
@@ -172,11 +172,7 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """Tuples (T, P, K, E)."""
     if target.executed:
-        # On CUDA some of these take several blocks, the last one partial. 80 leaves have Triton's layout GROUPS.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
-        # CUDA keeps trees of 2^n leaves in registers: 8 to 1024 leaves forward, 32 to 512 backward. Forward, it also
-        # keeps trees of other sizes if rows are multiples of 16 bytes, but not of 260 and 520 leaves: a lane would have
-        # leaves of two levels.
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
         between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return (*few, *own, (2, 4, 1, 8), *between) if target.backend == "cuda" else few
@@ -193,12 +189,9 @@ def test_gates_and_gradients(target, dtype, parity):
         pytest.skip(reason)
     sizes = shapes(target)
     if target.compiles:
-        # Each size compiles two kernels for each dtype. Kernels for 16-bit dtypes compute in float32 too, and only
-        # load and store differently, so each of these dtypes runs half of the sizes.
         if parity is not None and dtype != torch.float32:
             pytest.skip("kernels use the constants of a parity mode in float32, whatever the dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
-    # A parity mode changes only two constants, so fewer sizes suffice.
     for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size
@@ -304,7 +297,6 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
 
 @pytest.mark.parametrize("experts", [5, 64])
 def test_gpu_kernels_round_their_results(target, experts):
-    """The operator returns gates and leaf probabilities in the dtype of x, so no other kernel needs to cast them."""
     if target.backend not in ("triton", "cuda"):
         pytest.skip("only GPU kernels round; C++ kernels return float32, which torch rounds")
     given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
@@ -323,7 +315,7 @@ def test_views_are_read(target):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_products_and_tree_in_one_kernel(dtype):
-    """Triton's fused forward kernel for one tree of up to 64 experts; backward reads the logits that it stores."""
+    """Triton's fused forward kernel for one tree of up to 64 experts."""
     target = next(each for each in TARGETS if each.id == "triton")
     if reason := reason_to_skip(target, "tree_gate"):
         pytest.skip(reason)
@@ -345,7 +337,7 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
-    # A sum of 80 terms takes two steps. A read past the end of token 0 in x, or of leaf 3, would find a NaN.
+    # A read past the end of token 0 in x, or of leaf 3, would find a NaN.
     arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
     arguments["split_bias"][:, 0] = 50.0
     arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # leaf 4 is right of the root, which goes left

@@ -1,4 +1,4 @@
-"""tree_gate with extreme inputs (NaN, infinity, logits far from zero, leaves of tiny probability), and with views."""
+"""tree_gate with extreme inputs and with views."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # mostly sizes that test_tree_gate.py compiles; a parity mode compiles two kernels for each
+    if target.compiles:
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 40), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
@@ -53,10 +53,9 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
-    """One node or leaf has the bias `value`, in trees whose roots have the bias 0.1 and with saturated roots."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: a kernel that holds trees in registers
+    sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)
     for experts, of_root in itertools.product(sizes, (0.1, 50.0, -50.0)):
         for name, column in [("split_bias", i) for i in range(experts - 1)] + [
             ("leaf_bias", i) for i in range(experts)
@@ -77,7 +76,7 @@ def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
     """The largest logit of such a tree is -inf, which must not make gates and gradients of the other tree NaN."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # 12: in registers on CUDA, forward
+    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)
     for experts, forbidden in itertools.product(sizes, (0, 1)):
         arguments = drawn(3, 4, 2, experts, device=target.device)
         arguments["leaf_bias"][forbidden] = -INF
@@ -95,13 +94,11 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gates and gradients. Token i reaches node 1 with about p = probabilities[i]; a leaf below has the logit
-    -log p."""
+    """Token i reaches node 1 with a probability of about p = probabilities[i]; a leaf below it has the logit -log p."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
     # Of 32 leaves, 0, 8 and 16 are reached: the left-most ones below nodes 3, 4 and 2. The others have larger logits.
-    # CUDA has another kernel for 32 leaves than for 3.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
         split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # reaches node 1 with u^2 (3 - 2 u), u = distance
@@ -184,7 +181,7 @@ def test_what_lies_around_the_inputs_is_not_read(target):
 def test_gradients_that_start_anywhere(target):
     if target.backend == "triton":
         pytest.skip("Triton compiles another kernel for another alignment")
-    arguments = drawn(5, 4, 1, 128, device=target.device)  # in backward a CUDA lane has four leaves
+    arguments = drawn(5, 4, 1, 128, device=target.device)
     grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
     for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):

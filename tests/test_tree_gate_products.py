@@ -39,8 +39,7 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and partial last levels of trees; up to the largest number of branches. A branch is a subtree of at
-# most 31 nodes and leaves, whose products are skipped together. The kernel multiplies up to 256 of its tokens at once.
+# (T, P, K, E). A tree has branches: subtrees of at most 31 nodes and leaves, whose products are skipped together.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
@@ -51,7 +50,7 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
     gates and leaf probabilities if they are filled in."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
-        if bias:  # more tokens go left, so that more than 256 of 515 reach a branch
+        if bias:
             given["split_bias"][0, :2] += 0.5
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
@@ -127,7 +126,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
 
 
 def test_tokens_that_were_not_asked_first():
-    """Every fourth token is sampled. Nodes are saturated for sampled tokens only; the others reach all leaves."""
+    """Every fourth token is sampled. Sampled tokens saturate most nodes; the others reach all leaves."""
     arguments = drawn(1024, 16, 2, 64, bias=False)
     arguments["x"][torch.arange(1024) % 4 != 0] *= 1e-3
     assert not passes_over(arguments, GAMMA)
@@ -153,7 +152,7 @@ def test_same_bits_whatever_the_threads_and_strides():
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])
     grads = torch.randn(700, 64), torch.randn(700, 3, 64)
     strided = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}
-    strided["x"] = padded(arguments["x"])  # read in place
+    strided["x"] = padded(arguments["x"])
     found = []
     for count, given in ((1, arguments), (2, arguments), (3, arguments), (1, strided)):
         x, split_weight, leaf_weight, split_bias, leaf_bias = given.values()

@@ -1,4 +1,4 @@
-"""tree_route: the likeliest leaf of each tree; weights near tree_gate's gates if nodes are saturated; NaN; views."""
+"""tree_route: chosen experts, their weights, and statistics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_route_is_the_gate_of_saturated_trees(target):
             assert found.unsaturated.dtype == torch.bool
             assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
             dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
-            allowed = 0.03 if dtype != torch.float32 else 1e-5  # bfloat16 logits from 4 to 8 are multiples of 0.03
+            allowed = 0.03 if dtype != torch.float32 else 1e-5  # bfloat16 numbers from 4 to 8 are multiples of 1/32
             torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
             depth = math.ceil(math.log2(experts))
             shallow = 2**depth - experts  # number of leaves one level up, on the right
@@ -105,8 +105,7 @@ def test_route_shows_nan(target):
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 5])
 def test_every_combination_of_nodes(target, experts):
-    """All combinations of nodes that go left with probability 1/2, 0.78 (not for 5 experts), 1 or 0, or are NaN. Among
-    them are ties of leaves, and NaN nodes as likely as the best leaf."""
+    """Among the combinations are ties of leaves, and NaN nodes as likely as the best leaf."""
     values = (0.0, 0.2, 9.0, -9.0, NAN) if experts < 5 else (0.0, 9.0, -9.0, NAN)
     leaf = torch.randn(1, experts)
     for nodes in itertools.product(values, repeat=experts - 1):
@@ -132,7 +131,6 @@ def test_every_combination_of_nodes(target, experts):
     "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
-    """NaN on all sides of x; unaligned x, weights and biases; rows of x far apart; leaf logits far below zero."""
     arguments = drawn(*sizes, device=target.device)
     arguments["leaf_bias"] -= 200.0
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")

@@ -31,7 +31,6 @@ def test_every_kernel_is_launched(ops, monkeypatch):
             launch(kernel, *arguments, **named)
 
         monkeypatch.setattr(each, "launch", record)
-    # Sinkhorn chooses its kernels by size, not by dtype; another dtype would compile all of them again.
     dtypes = (torch.float32,) if ops == ("sinkhorn",) else (torch.float32, torch.bfloat16)
     verdicts = [check(op, "triton", dtype, "cpu", small=True) for op in ops for dtype in dtypes]
     assert {each.verdict for each in verdicts} == {"ok"}, verdicts

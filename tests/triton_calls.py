@@ -1,7 +1,6 @@
-"""Calls whose Triton kernels are compiled ahead of time: every kernel, most of them in float32 and bfloat16.
+"""Calls whose Triton kernels are compiled ahead of time.
 
-First come the calls of bench/counting.py. Then come calls whose kernels compile to other code, because of few or many
-elements, sizes that are not multiples of 16, other tiles, gated products, float16, or options that the bench lacks.
+First come the calls of bench/counting.py, then calls for which Triton compiles other code.
 """
 
 from __future__ import annotations
