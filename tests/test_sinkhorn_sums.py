@@ -94,8 +94,7 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 
 @pytest.mark.parametrize(("tau", "factor"), [(0.5, 1.0), (2.0, 4.0)])
 def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
-    """The gradient is that of exp(scores / tau). With factor 4 each sum of exp(scores / tau) is a quarter of the
-    prescribed one, which is within the tolerance."""
+    """With factor 4 each sum of exp(scores / tau) is a quarter of the prescribed one and within the tolerance."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": factor * p.sum(-1), "columns": factor * p.sum(-2)}

@@ -90,10 +90,8 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 
 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
-    """gate_and_gradients of the reference with four orders of the columns of x and the weights.
-
-    If a node is nearly saturated, the errors of two orders may differ greatly.
-    """
+    """gate_and_gradients of the reference with four orders of the columns of x and the weights. If a node is
+    nearly saturated, the errors of two orders may differ greatly."""
     found = []
     for _ in range(4):
         order = torch.randperm(arguments["x"].shape[1], device=arguments["x"].device) if found else slice(None)
