@@ -1,4 +1,4 @@
-"""Builds the executor with the host compiler; caches every object by the hash of its inputs, as tests/simt does."""
+"""Builds the executor with the host compiler; caches every object by the hash of its inputs."""
 
 from __future__ import annotations
 

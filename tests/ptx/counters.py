@@ -52,8 +52,7 @@ def count(result: Result) -> dict[str, Any]:
     for index, name in enumerate(found):
         lanes[name] += int(c["lanes"][index])
         if name in ("global", "shared", "copy", "tensor"):
-            # The counters of a cp.async hold its accesses to global and to shared memory: for a full warp with 16 bytes
-            # a lane, 16 sectors and at least 4 passes. Here all count as global.
+            # The counters of a cp.async sum its accesses to global and to shared memory. Here all count as global.
             where = "shared" if name in ("shared", "tensor") else "global"
             for kind in ("requests", "sectors", "ideal"):
                 memory[where, kind] += int(c[kind][index])
@@ -76,7 +75,7 @@ def count(result: Result) -> dict[str, Any]:
 
 
 def issued(counted: dict[str, Any]) -> int:
-    """Instructions, counted by lanes. Moves and loads of parameters do not count: ptxas removes most of them."""
+    """Instructions, counted by lanes, without those in FREE."""
     return sum(n for name, n in counted["instructions"].items() if name not in FREE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Barriers and waits. If one is missing in a kernel, only a test that executes its place can fail.
+# Barriers and waits.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
@@ -67,7 +67,6 @@ def missed(data: Data) -> dict[str, list[str]]:
 
 
 def waits_missed(data: Data) -> list[str]:
-    """Barriers and waits that never ran."""
     parts = [(name, place.rpartition(" ")) for name, places in missed(data).items() for place in places]
     return [f"{name}: {opcode} at {source}" for name, (source, _, opcode) in parts if WAITS.match(opcode)]
 

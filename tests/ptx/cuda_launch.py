@@ -153,7 +153,7 @@ class Module(simt.Launchers):
         launch("cuda", kernel, grid, block, shared, bytes(packed), extents(self._announced))
 
     def set_device(self, *properties: int) -> None:
-        """The properties of the GPU that launches see: those of `device`."""
+        """Sets the properties of the GPU that launches see, in the order of the parameters of `device`."""
         self.properties = properties
         self._library.ptx_device(*properties)
 

@@ -89,7 +89,7 @@ def slot(size: int) -> int:
 
 def number(text: str, floating: int) -> int:
     """The bits of a literal. floating: bytes of the operand if it is a float, else 0. A float literal is converted to
-    the size of a float operand."""
+    the size of a float operand of 4 or 8 bytes."""
     kind = text[:2]
     if kind in ("0f", "0F"):
         bits = int(text[2:], 16)

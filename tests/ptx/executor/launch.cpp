@@ -151,7 +151,6 @@ void Launch::run() {
       for (u32 q = 0; q < warps && !failed; q++) {
         Warp& w = b.warps[(first + q) % warps];
         if (w.phase == Phase::ready) {
-          // Without a seed a warp runs until it waits or ends, with a seed for at most 2000 instructions at a time.
           run_warp(b, w, seeded() ? 1 + random.below(2000) : ~u64(0) >> 1);
           ran = true;
         }
