@@ -8,7 +8,6 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Barriers and waits.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]

@@ -16,11 +16,10 @@ inline f64 signed_error(u64 input, u32 which) {
   return z >> 63 ? -magnitude : magnitude;
 }
 
-// `exact` rounded to f32; with a seed it is first changed by up to `bound`.
+// `exact` rounded to f32; with a seed it is first changed by up to `bound`, unless the rounded result were further off.
 inline f32 displaced(f64 exact, f32 input, f64 bound, u32 which) {
   if (!approximation_seed) return static_cast<f32>(exact);
   const f32 result = static_cast<f32>(exact + bound * signed_error(bits<u32>(input), which));
-  // If rounding to f32 moved the result past the bound, `exact` is only rounded.
   return std::fabs(f64(result) - exact) <= bound ? result : static_cast<f32>(exact);
 }
 

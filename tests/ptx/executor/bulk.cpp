@@ -1,5 +1,5 @@
 // cp.async.bulk.tensor: a lane copies a box of a tensor into shared memory. The bytes are read at once and written when
-// a wait at the mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
+// a wait at the mbarrier succeeds. fence.proxy.async makes earlier shared writes visible to such copies and to wgmma.
 #include <algorithm>
 
 #include "table.h"

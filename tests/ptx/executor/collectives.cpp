@@ -146,8 +146,7 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Operands: the leader's lane, a predicate that is true only for the leader, mask. With a seed the
-// leader depends on seed and mask, without a seed it is the lowest lane.
+// Operands: the leader's lane, a predicate that is true only for the leader, mask.
 Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(2)
   u32* to = lanes_of<u32>(launch, w, r, 0);

@@ -51,8 +51,7 @@ void arithmetic(Table& t, const std::string& kind) {
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16-bit add, sub and mul are computed in f32, then rounded to 16 bits. The result is the same as with one
-// rounding.
+// For 16-bit add, sub and mul, rounding to f32 and then to 16 bits gives the same as one rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
