@@ -1,1 +1,1 @@
-"""The definitions of the operations in PyTorch (harden: scipy), for any device. They do not import moe_kernels."""
+"""The definitions of the operations in PyTorch (harden: scipy), for any device."""
