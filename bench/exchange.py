@@ -51,8 +51,8 @@ class Size:
 class Line:
     """Median seconds of a forward pass and of a training step (forward and backward).
 
-    sent: bytes that the measuring rank sends in a training step. predicted: the bytes that bench/exchange_model.py
-    predicts for rank 0; None if it does not model the contender.
+    sent: bytes of a training step that TrafficCounter counts on the measuring rank. predicted: the bytes that
+    bench/exchange_model.py predicts for rank 0; None if it does not model the contender.
     """
 
     ranks: int
@@ -64,7 +64,7 @@ class Line:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts the all-to-alls, all-gathers and reduce-scatters of this rank, and the bytes that the rank sends in them.
+    """Counts the functional all-to-alls, all-gathers and reduce-scatters of this rank, and the bytes that it sends.
 
     As in a ring, an all-gather over n ranks counts as n - 1 times its input, a reduce-scatter as (n - 1) / n of it.
     """
@@ -241,7 +241,7 @@ def _from_rank_0(value: bool) -> bool:
 
 
 def run(ranks: int, size: Size, seconds: float) -> list[Line]:
-    """Starts a process with one thread for each rank, and returns the lines that rank 0 measured."""
+    """Starts a single-threaded process for each rank, and returns the lines that rank 0 measured."""
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables):
         multiprocessing.spawn(_run_rank, (ranks, size, seconds, Path(folder)), nprocs=ranks)

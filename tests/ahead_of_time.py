@@ -1,5 +1,5 @@
 """Prints figures of the machine code of the launches of triton_calls.py as JSON: registers, spills, shared memory, the
-instructions of the longest innermost loop, names of the instructions. Triton compiles the kernels without a GPU.
+length of the longest innermost loop, names of the kernel's instructions. Triton compiles the kernels without a GPU.
 
 The argument is the GPU's capability, 80 or 90. Standard input is a JSON list of digests (see `origin`); launches with
 these digests get no figures. test_machine_code_triton.py runs this file in a process of its own, because a kernel that

@@ -103,6 +103,15 @@ def without(state, key):
             ValueError,
             r"0.w2.weight must be \(Dout, 5\) beside w1; got \(4, 6\)",
         ),
+        (
+            lambda: convert.from_linear(
+                linear()
+                | {f"{e}.{name}.bias": torch.ones(n) for e in range(E) for name, n in (("w1", H + 1), ("w3", H - 1))}
+                | {f"{e}.w2.bias": torch.ones(OUT) for e in range(E)}
+            ),
+            ValueError,
+            r"0.w1.bias must be \(5,\); got \(6,\)",
+        ),
         (lambda: convert.from_linear(linear(), names="w1"), ValueError, "names must be"),
         (
             lambda: convert.to_linear(mnn.ExpertMLP(E, D, H).state_dict()),

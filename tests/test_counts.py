@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_kernels as mk
 from moe_kernels import backends
 
-# An A100 issues at most ISSUE warp instructions a second and moves at most MEMORY bytes of DRAM a second. FACTOR: an
-# estimate of the machine instructions (SASS) for each PTX instruction.
+# An A100 (80 GB, PCIe) issues at most ISSUE warp instructions and moves at most MEMORY bytes of DRAM a second. FACTOR:
+# an estimate of the machine instructions (SASS) for each PTX instruction.
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 BF16 = torch.bfloat16

@@ -282,7 +282,7 @@ def test_bad_input_is_named():
         ({"w_out": good["w_out"].double()}, TypeError, "w_out must have dtype float32; got float64"),
         ({"b_in": good["b_out"]}, ValueError, r"b_in must be \(E, H\) = \(5, 22\)"),
         ({"b_out": good["b_in"]}, ValueError, r"b_out must be \(E, Dout\) = \(5, 10\)"),
-        ({"weights": good["weights"][:, 1:]}, ValueError, r"weights must be \(T, K\) like plan.slot_row"),
+        ({"weights": good["weights"][:, 1:]}, ValueError, r"weights must be \(T, K\) like the choices"),
         ({"activation": "selu"}, ValueError, "activation must be None or one of"),
         ({"activation": "geglu"}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 11, 10\)"),
     ):

@@ -40,7 +40,7 @@ def run(body, given, threads=32, seed=0, out=None):
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads, dtype=given.dtype) if out is None else out
     parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
-    settings = Settings(seed | seed << 16, 1_000_000)  # upper 16 bits: seed of .approx errors
+    settings = Settings(seed | seed << 16, 1_000_000)  # upper 16 bits: for errors added to .approx results
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (1,), (threads,), shared, parameters, extents([given, out]), settings))
     return out

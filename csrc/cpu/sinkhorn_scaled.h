@@ -11,8 +11,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). The exponent has more digits than float even if k is float: rounding an
-// exponent near -kFloatRange to float would change k by up to 32 units in the last place.
+// k = exp((S - row maximum) / tau), n rows of `blocks` vectors. The exponent is double even if k is float: rounding an
+// exponent near -60 to float would change k by up to 32 units in the last place.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
@@ -112,10 +112,10 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // * is element by element. At the start h = u v^T * dP (`grad`); df and dg, the gradients with respect to -log u and
-  // -log v, are minus the row and column sums of k * h. An iteration computed u from `before`, the v at its start, then
-  // a new v from u. Back through it: y = dg * v, x = u * (df - u * (k y)), h += u y^T + x before^T, df = 0,
-  // dg = -before * (k^T x). At the end dS = k * h / tau.
+  // * is element by element. h, the gradient with respect to k, is u v^T * dP (`grad`) at the start; df and dg, those
+  // with respect to -log u and -log v, are minus the row and column sums of k * h. An iteration computed u from
+  // `before`, the v at its start, then a new v from u. Back through it, with the new v: y = dg * v,
+  // x = u * (df - u * (k y)), h += u y^T + x before^T, df = 0, dg = -before * (k^T x). At the end dS = k * h / tau.
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

@@ -4,7 +4,7 @@
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
-// shallow leaves, since LEAVES divides 2E.
+// shallow leaves: LEAVES divides 2E, and so the number of deep leaves, 2E - LEAVES * LANES.
 #pragma once
 
 #include <cfloat>
@@ -16,7 +16,7 @@
 namespace moe {
 namespace {
 
-// exp(-x) for x >= 0, or 0 if that is subnormal; NaN for NaN. With a 16-bit T its relative error may reach 1e-5.
+// exp(-x) for x >= 0, or 0 if that is subnormal; NaN for NaN. With a 16-bit T its relative error may reach 5e-6.
 template <class T>
 __device__ __forceinline__ float decay(float x) {
   if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);
@@ -114,7 +114,7 @@ constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
 __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
-    tree_gate_lanes_kernel(const T* split_logits,  // (T, K, E - 1)
+    tree_gate_lanes_kernel(const T* split_logits,  // (T, K, E - 1) for K trees
                            const T* leaf_logits,   // (T, K, E)
                            T* gates,               // (T, E)
                            T* leaf_probs,          // (T, K, E)
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  // highest: largest logit of this lane's leaves that count; `sums` have the factor exp(-highest)
+  // highest: largest logit of this lane's leaves with a probability of at least Weighing::least; `sums` have the factor
+  // exp(-highest)
   float highest = -FLT_MAX, sums[LEAVES] = {};
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];

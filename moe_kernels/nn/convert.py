@@ -33,7 +33,7 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
         names: (gate, up, down) of gated experts, as Mixtral's, or (in, out) of others.
 
     Raises:
-        KeyError: there is no expert, an expert or a layer is missing, or a key is unknown.
+        KeyError: there is no expert, one before the last or a layer is missing, or a key is unknown.
         ValueError: tensors do not fit each other, or `names` does not have 2 or 3 entries.
 
     Example:
@@ -71,6 +71,10 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
     found = {"w_in": torch.cat(weights[:-1], 1).mT.contiguous(), "w_out": weights[-1].mT.contiguous()}
     if "bias" in kinds:
         *inner, outer = (stack(name, "bias") for name in names)
+        for name, bias in zip(names, inner, strict=False):
+            if bias.shape[1] != hidden:
+                got = f"{prefix}0.{name}.bias must be ({hidden},); got {tuple(bias.shape[1:])}"
+                raise ValueError(f"from_linear: {got}")
         found |= {"b_in": torch.cat(inner, 1), "b_out": outer}
         _check_shapes("from_linear", found)
     return found

@@ -152,7 +152,7 @@ def _check_weights(weights: Tensor, choices: Tensor, x: Tensor) -> None:
     check_tensor("expert_mlp", "weights", weights, FLOATING)
     if weights.shape != choices.shape or weights.device != x.device:
         raise ValueError(
-            f"expert_mlp: weights must be (T, K) like plan.slot_row, {tuple(choices.shape)} on {x.device}; "
+            f"expert_mlp: weights must be (T, K) like the choices, {tuple(choices.shape)} on {x.device}; "
             f"got {tuple(weights.shape)} on {weights.device}"
         )
 
@@ -175,10 +175,10 @@ def check_parameters(
     experts = w_in.shape[0] if num_experts is None else num_experts
     width, dout = w_in.shape[2], w_out.shape[2]
     check_activation(op, activation, width, alpha, limit)
-    hidden = width // 2 if activation in HALVING else width
-    check_fits(op, "w_in", w_in, (experts, x.shape[1], width), "(E, D, H)", "x", x)
+    hidden, letter = (width // 2, "2 H") if activation in HALVING else (width, "H")
+    check_fits(op, "w_in", w_in, (experts, x.shape[1], width), f"(E, D, {letter})", "x", x)
     check_fits(op, "w_out", w_out, (experts, hidden, dout), "(E, H, Dout)", "x", x)
     if b_in is not None:
-        check_fits(op, "b_in", b_in, (experts, width), "(E, H)", "x", x)
+        check_fits(op, "b_in", b_in, (experts, width), f"(E, {letter})", "x", x)
     if b_out is not None:
         check_fits(op, "b_out", b_out, (experts, dout), "(E, Dout)", "x", x)

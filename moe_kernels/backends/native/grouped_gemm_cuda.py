@@ -84,8 +84,8 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:
-    """Array of a weight (E, Din, Dout), its strides of E and of the dimension that is not contiguous (Din or Dout), and
-    whether that dimension is Dout."""
+    """Arguments of native.call for a weight (E, Din, Dout): tensor, dtype and rank, the strides along E and along the
+    dimension that is not contiguous (Din or Dout), and whether that is Dout."""
     transposed = weight.stride(2) != 1
     rows = weight.transpose(1, 2) if transposed else weight
     return (rows, dtype, 3), weight.stride(0), rows.stride(1), transposed

@@ -10,7 +10,8 @@ ends inside a vector has edges too: up to seven elements before the middle (head
 
 pairs (C, R, L, 4): the words of the middle, for C chunks, R rows and L lanes for each row; a lane has eight
 neighbouring elements of each chunk. edge (S, R, L): S * L words for each row; word i has element i of the head in its
-low half and element i of the tail in its high half. _kwta_values.py defines keys, INF and FORMAT.
+low half and element i of the tail in its high half. Keys are integers in the order of the elements; NaN has key INF + 1
+(_kwta_values.py, which also defines INF and FORMAT).
 """
 
 from __future__ import annotations

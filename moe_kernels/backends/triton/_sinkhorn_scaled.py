@@ -7,9 +7,10 @@ compute the matrices with flag 1.
 From n = 9 on both kernels can stop early. The result of a matrix does not depend on the others of its program.
 * Forward stops when an iteration leaves v of all the program's matrices unchanged: later iterations would too.
 * Backward sets dg of a matrix to 0 when the remaining t iterations can add almost nothing, and stops when dg of all the
-  program's matrices is 0. In the formulas of ops/sinkhorn.py, sum |dg| does not grow in these iterations, since rows of
-  A and columns of B sum to one. Entries of A and B are at most 1, so the t iterations add at most 2 t sum |dg| to an
-  entry of tau dS. The condition t sum |dg| <= 2^-45 sum |P * dP| keeps this below 6e-14 sum |P * dP|.
+  program's matrices is 0. A and B of ops/sinkhorn.py are the matrix after an iteration's row step and after its column
+  step. Rows of A and columns of B sum to one, so sum |dg| does not grow. Their entries are at most 1, so t iterations
+  add at most 2 t sum |dg| to an entry of tau dS. The condition t sum |dg| <= 2^-45 sum |P * dP| keeps this below
+  6e-14 sum |P * dP|.
 
 Backward is in float64: near convergence the terms of an entry of the gradient can cancel.
 """

@@ -83,7 +83,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warp's n-th wgmma equals the n-th wgmma of the warp of its warpgroup that issued it first.
+// Whether the warp's n-th wgmma equals that of the first warp of the warpgroup to reach its n-th.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps of 32 lanes");
@@ -97,11 +97,12 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   }
   const Agreement::Call known = group.calls[number];
   if (*std::min_element(group.issued, group.issued + 4) > group.first) group.calls.pop_front(), group.first++;
-  if (known.pc == call.pc && known.scale != call.scale) {
-    launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues with another scale-d", known.warp);
+  if (known.pc != call.pc || known.scale != call.scale) {
+    launch.report(b, w, &r, 0, "a wgmma in whose place warp %u of its warpgroup issues %s", known.warp,
+                  known.pc != call.pc ? "another instruction" : "one with another scale-d");
     return false;
   }
-  if (known.pc == call.pc && known.a == call.a && known.b == call.b && known.scale == call.scale) return true;
+  if (known.a == call.a && known.b == call.b) return true;
   launch.report(b, w, &r, 0,
                 "a wgmma that warp %u of its warpgroup issues differently: descriptors %llx and %llx, in that warp %llx and %llx",
                 known.warp, (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
@@ -164,8 +165,8 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   }
   if (launch.failed) return Next::leave;
   if (r.flag) launch.report(b, w, &r, 0,
-                            "on some path the kernel started or its accumulators were "
-                            "accessed with no wgmma.fence since");
+                            "on some path no wgmma.fence follows the last access to the accumulators, "
+                            "or the kernel's start");
 
   f32 a[16][depth];
   static thread_local f32 bt[depth][kMaxColumns];
@@ -192,7 +193,7 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
       if (bad_rows[row_of(l, q)] || bad_columns[column_of(l, q)]) product.undefined[q] |= both(1u << l);
     }
   }
-  launch.undefined_from(r, "wgmma without a wgmma.wait_group after it, or on unwritten shared bytes");
+  launch.undefined_from(r, "a wgmma (before its wgmma.wait_group, on unwritten shared bytes or on undefined accumulators)");
   return next;
 }
 
