@@ -73,8 +73,8 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
         *inner, outer = (stack(name, "bias") for name in names)
         for name, bias in zip(names, inner, strict=False):
             if bias.shape[1] != hidden:
-                got = f"{prefix}0.{name}.bias must be ({hidden},); got {tuple(bias.shape[1:])}"
-                raise ValueError(f"from_linear: {got}")
+                expected = f"{prefix}0.{name}.bias must be ({hidden},)"
+                raise ValueError(f"from_linear: {expected}; got {tuple(bias.shape[1:])}")
         found |= {"b_in": torch.cat(inner, 1), "b_out": outer}
         _check_shapes("from_linear", found)
     return found

@@ -193,7 +193,7 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
       if (bad_rows[row_of(l, q)] || bad_columns[column_of(l, q)]) product.undefined[q] |= both(1u << l);
     }
   }
-  launch.undefined_from(r, "a wgmma (before its wgmma.wait_group, on unwritten shared bytes or on undefined accumulators)");
+  launch.undefined_from(r, "wgmma (before its wgmma.wait_group, on unwritten shared bytes or on undefined accumulators)");
   return next;
 }
 
