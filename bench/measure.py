@@ -118,7 +118,7 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
-            left_out.append(f"{op}: has no shapes called {request.shapes} with the requested routing")
+            left_out.append(f"{op}: has no shapes called {request.shapes}, or none with the requested routing")
         jobs += [
             job(shape=shape, direction=direction, threads=count)
             for count in threads
@@ -322,7 +322,7 @@ def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] 
     except Exception as raised:
         return f"fails: {error_text(raised)}"
     off = _difference(kernel(inputs), got) if kernel else 0.0
-    return "" if off <= TOLERANCE else f"gives another result, off by {off:.2g} of its norm"
+    return "" if off <= TOLERANCE else f"gives another result, relative error {off:.2g}"
 
 
 def _difference(found: object, expected: object) -> float:

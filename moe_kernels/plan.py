@@ -25,14 +25,14 @@ class RoutingPlan:
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices has the row
         slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
-        requested      (E)             requests to each expert; after plan_priority the tokens that score it highest,
-                                       after plan_expert_choice as kept
+        requested      (E)             requests to each expert; after plan_priority the number of tokens whose highest
+                                       score is its, after plan_expert_choice equal to kept
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 
     All arrays are int32, contiguous, without a gradient and on one device. Operations refuse other arrays. Operations
     that read values of row_token, slot_row or expert_offsets on the CPU refuse values out of range. They do not check
-    that the arrays agree with each other, as those of `make_plan`, `plan_expert_choice` and `plan_priority` do.
+    that the arrays agree with each other. Arrays of `make_plan`, `plan_expert_choice` and `plan_priority` agree.
 
     R = min(T * K, E * capacity), or T * K without a capacity: the host knows it without waiting for the device. Rows
     from expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros

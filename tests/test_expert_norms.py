@@ -53,7 +53,7 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
         pytest.skip("Triton runs this form in another dtype, to save compilations")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # floor, in epsilons: 1 for rounding results, 1 for rounding hidden layers and intermediate gradients.
+    # floor: an epsilon for rounding results, one for rounding hidden layers and intermediate gradients.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 

@@ -12,7 +12,7 @@ from test_kwta import DTYPES, TIES, same_bits, special
 import moe_kernels as mk
 
 ROWS = 9  # contiguous rows of odd length start at every offset in a vector
-# Lengths of rows. A 16-byte vector has 4 elements in float32, 8 in 16 bits; a word of the packed mask has 32.
+# Lengths of rows. A 16-byte vector has 4 elements of float32, 8 of a 16-bit dtype; a word of the packed mask has 32.
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 

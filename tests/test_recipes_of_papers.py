@@ -115,7 +115,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     kinds = [type(block).__name__ for block in model.blocks.blocks]
     assert kinds == ["Block", "MoEBlock", "Block", "MoEBlock"]
     assert model.positions is None
-    rate = model.blocks.blocks[1].block.ffn.gate.rate.rate  # gate.rate is a SeededDraw
+    rate = model.blocks.blocks[1].block.ffn.gate.rate.rate  # the schedule: step -> rate
     assert [rate(0), rate(3000)] == pytest.approx([2 / 3, 0.5])
     dense = model.blocks.blocks[0]
     x = torch.randn(2, 5, 16)
@@ -148,8 +148,8 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     (descent, few), (dense, many) = found
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
-    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of a sample that route=True saves in one task's gate
-    combine = 2 * 256 * (16 - 2)  # and in its sum of 16 experts' outputs; route=True sums 2, one of each task
+    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of a sample that route=True saves in a task's gate
+    combine = 2 * 256 * (16 - 2)  # and in a task's sum over experts: 2, one of each task, instead of 16
     assert many - few == 2 * (gate + combine)
 
 

@@ -4,15 +4,16 @@
 //   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own. Unless tau changes or sums are prescribed, the scaled kernel runs
+// Up to n = 64 each form is a kernel of its own. Where the scaled form is possible, its kernel runs
 // first, and flags the matrices that are left to the logarithmic kernel. Above n = 64 one forward kernel has both
 // forms, and backward is logarithmic.
 //
 // From n = 9 on the scaled form may stop early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward (A, B, df and dg: ops/sinkhorn.py): rows of A and columns of B sum to one, so sum |dg| never grows.
-//   An iteration adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. The loop stops if t
-//   iterations are left and t sum |dg| <= 2^-45 sum |P * dP|. They would add less than 6e-14 sum |P * dP| to tau dS_ij.
+// * Backward: A and B of ops/sinkhorn.py are the matrix after an iteration's row step and after its column step. Rows of
+//   A and columns of B sum to one, so sum |dg| never grows. An iteration adds B_ij dg_j + A_ij df_i to tau dS_ij, at
+//   most 2 sum |dg| in absolute value. The loop stops if t iterations are left and t sum |dg| <= 2^-45 sum |P * dP|.
+//   They would add less than 6e-14 sum |P * dP| to tau dS_ij.
 // The scaled backward pass is in double, because the terms of a gradient can cancel.
 #include "moe/launch.cuh"
 #include "ops.h"
@@ -145,9 +146,9 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. An iteration computes u = 1 / (k w) from
-  // the previous v, here called w, and then v = 1 / (k^T u). Its backward pass, with elementwise products of vectors:
-  // y = dg v, x = u (df - u (k y)), h += u y^T + x w^T, df = 0, dg = -w (k^T x).
+  // h is the gradient to k, df and dg are those to -log u and -log v. An iteration computes u = 1 / (k w) from the
+  // previous v, here called w, and then v = 1 / (k^T u). Its backward pass, where * is element by element: y = dg * v,
+  // x = u * (df - u * (k y)), h += u y^T + x w^T, df = 0, dg = -w * (k^T x). At the end dS = k * h / tau.
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {

@@ -2,7 +2,7 @@
 
     S = sinkhorn(U, R, tau)                            (eqs. 7 and 8; U is learned; R iterations at temperature tau)
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
-    regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
+    regulariser = zeta * mean over all S of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
 Stage one is the training steps t = 1 .. T - 1. At t = T linear assignment finds the (hard) permutation nearest to the
 last S, and from then on U is not trained. With the permutation's matrix P, the paper prints P g; the published code and
@@ -136,7 +136,7 @@ class LocalSearch(KeepsFloat32):
         self._record_hardened()
 
     def _record_hardened(self) -> None:
-        """Records the tensor `assigned` and its version, from which `source` is now up to date."""
+        """Records the tensor `assigned` and its version: `source` was computed from them."""
         self._stale, self._hardened_from = False, (self.assigned, _version(self.assigned))
 
     def _is_stale(self) -> bool:

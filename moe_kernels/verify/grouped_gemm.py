@@ -1,4 +1,4 @@
-"""Cases of the grouped GEMM with row_token, and inputs for the cases of expert_mlp and expert_norms."""
+"""Cases of the grouped GEMM, which gathers its rows from tokens; inputs for expert_mlp and expert_norms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
-FLOOR = 8.0  # in two successive products the order of the sums changes results by several epsilons
+FLOOR = 8.0  # Operation.floor: the order of the sums changes results by several epsilons
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
 LARGE, TOKENS = (512, 512, 512), 300  # sizes as in SIZES, and T
 NARROW = (128, 128, 128)

@@ -120,8 +120,8 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over ranks, added in the order of `one` in `sums_of_ranks`: for each of its backward passes
-    the ranks from last to first, then the passes from first to last."""
+    """The mean of a bucket over ranks. One process has a backward pass for each group of "ep" ranks: the ranks of a
+    group are added from last to first, then the groups from first to last."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()

@@ -1,7 +1,8 @@
 """Functions that kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
 The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. Every expert then has enough tiles for its
-rows, and at most one tile without rows. Unused rows count as rows of an expert E. A launch has R // BLOCK_M + E + 1 row
+rows, and at most one tile without rows. Rows from expert_offsets[E] on, which no expert uses, count as rows of one more
+expert. A launch has R // BLOCK_M + E + 1 row
 tiles for any offsets, so the host need not wait for the offsets.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLICE = tl.constexpr(32)  # most columns that _finish and _finish_hidden compute at a time, lest registers spill
+SLICE = tl.constexpr(32)  # most columns of a tile in one pass of an epilogue (_finish, _finish_hidden)
 GROUP = tl.constexpr(8)  # row tiles that programs take before the next column tile, so that rows and weights stay in L2
 
 
@@ -69,7 +70,7 @@ def multiply_tile(
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     token,  # (BLOCK_M): rows of x
     first, expert, column,
-    linear_column,  # first column of the second product, if GATED
+    linear_column,  # if GATED: `column` of the linear part
     depth,  # K, or 0 for a result of zeros
     N, stride_x, stride_w_E,
     stride_w,  # stride of K, or of N if TRANSPOSED
