@@ -42,8 +42,8 @@ struct Cut {
 };
 
 // Invariant: at least k elements reach key `low`, and at most k reach `high`. At the end high = low + 1, and `low` is
-// the k-th largest key unless exactly k elements reach `high`. More passes, which other rows of its warp may need, do
-// not change a row's winners.
+// the k-th largest key unless exactly k elements reach `high`. Rows that share a warp all go on until the last one is
+// done; further passes do not change a row's winners.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;

@@ -129,8 +129,8 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  // The same for all rows of a warp. After convert(), registers hold elements if true, else keys; outside the row they
-  // hold NaN if true, else 0.
+  // If `plain`, registers hold elements after convert(), and NaN outside the row; else keys, and 0 outside the row. The
+  // same for all rows of a warp.
   bool plain = true;
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];

@@ -130,8 +130,9 @@ cudaError_t sinkhorn_fwd(int dtype,
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
-                         // A matrix stops once its sums are this close to rows and columns; those of -inf alone do
-                         // not count. Negative: no tolerance. It must be negative without rows and columns.
+                         // A matrix stops once its row and column sums are within this of the prescribed ones; rows
+                         // and columns whose scores are all -inf do not count. Negative: no tolerance. It must be
+                         // negative if no sums are prescribed.
                          double tolerance,
                          cudaStream_t stream);
 
@@ -200,7 +201,7 @@ cudaError_t activation_bwd(int dtype,            // bfloat16 or float16
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
 // The backward pass of an expert MLP down to its hidden units. For a row r of expert e with token t, let h = act(pre_r)
-// and a = grad_t W_e. Then dpre_r is the dpre_r of activation_bwd for grad_r = row_weight_r a, weighted_r is
+// and a = grad_t W_e. Then dpre_r is what activation_bwd computes from grad_r = row_weight_r a, weighted_r is
 // row_weight_r h, and partial_ir is <h, a> over the columns c with floor(c / 128) = i, plus <b_out_e, grad_t> if i = 0.
 // All three are zero from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or float16
@@ -270,7 +271,8 @@ cudaError_t tree_route_fwd(int dtype,
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): number of inner nodes whose weights were read
-                           // (T, K): 1 if an inner node at least as likely as the chosen leaf is not saturated, else 0
+                           // (T, K): 1 if an inner node at least as likely as the chosen leaf is not saturated (has a
+                           // split logit strictly between -gamma / 2 and gamma / 2), else 0
                            uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

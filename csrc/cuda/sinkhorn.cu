@@ -4,16 +4,16 @@
 //   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own. Where the scaled form is possible, its kernel runs
-// first, and flags the matrices that are left to the logarithmic kernel. Above n = 64 one forward kernel has both
-// forms, and backward is logarithmic.
+// Up to n = 64 each form is a kernel of its own. With one tau and no prescribed sums the scaled kernel runs first, and
+// flags the matrices that it leaves to the logarithmic kernel. Above n = 64 one forward kernel has both forms, and
+// backward is logarithmic.
 //
 // From n = 9 on the scaled form may stop early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward: A and B of ops/sinkhorn.py are the matrix after an iteration's row step and after its column step. Rows of
-//   A and columns of B sum to one, so sum |dg| never grows. An iteration adds B_ij dg_j + A_ij df_i to tau dS_ij, at
-//   most 2 sum |dg| in absolute value. The loop stops if t iterations are left and t sum |dg| <= 2^-45 sum |P * dP|.
-//   They would add less than 6e-14 sum |P * dP| to tau dS_ij.
+// * Backward: A is the matrix after an iteration's row step, B after its column step; df and dg are the gradients to
+//   -log u and -log v (ops/sinkhorn.py). Rows of A and columns of B sum to one, so sum |dg| never grows. An iteration
+//   adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. With t iterations left, the loop
+//   stops if t sum |dg| <= 2^-45 sum |P * dP|: the t iterations would add less than 6e-14 sum |P * dP| to tau dS_ij.
 // The scaled backward pass is in double, because the terms of a gradient can cancel.
 #include "moe/launch.cuh"
 #include "ops.h"

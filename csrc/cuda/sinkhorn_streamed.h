@@ -110,9 +110,9 @@ class Streamed {
     __syncthreads();
   }
 
-  // One iteration, as Potentials::iterate (sinkhorn_tile.h). If all sums are within the tolerance before it, returns
-  // false and leaves f, g, anchor and logs as they were. `partial` must be -inf before a call, and is -inf again after
-  // a call that returns true.
+  // Does one iteration and returns true, or, if all sums are within the tolerance already, returns false and leaves f,
+  // g, anchor and logs as they were (see Potentials::iterate). `partial` must be -inf before a call, and is -inf again
+  // after a call that returns true.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -158,8 +158,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether one of this thread's columns of exp(scores / tau) has a sum outside the tolerance. Columns of -inf alone do
-  // not count.
+  // Whether one of this thread's columns of exp(scores / tau) has a sum outside the tolerance. Columns whose
+  // scores are all -inf do not count.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {

@@ -333,9 +333,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration; but if the row sums, and in the first call the column sums, are within a tolerance >= 0, returns
-  // false and keeps f, g and the parts of g. A row sum before the call is the prescribed sum times
-  // exp((change of f) / tau).
+  // Does one iteration and returns true. But if the row sums before the call (in the first call also the column sums)
+  // are within a tolerance >= 0, returns false and keeps f, g and the parts of g. A row's sum before the call is its
+  // prescribed sum times exp((new f - old f) / tau).
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll

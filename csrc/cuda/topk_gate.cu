@@ -1,4 +1,5 @@
-// The top-k gate. A warp takes a token. A choice is the lowest of the experts left whose rank (see Logit) is largest.
+// The top-k gate. A warp takes a token. Each choice is the remaining expert whose logit has the largest rank (see
+// Logit); of equal ranks, the expert with the lowest index.
 #include <cmath>
 #include <type_traits>
 

@@ -22,8 +22,8 @@ constexpr int kThreads = 128;        // of a block, at most
 constexpr int kBlocks = 4;           // per SM, at least
 constexpr int kMostExperts = 4096;   // a token takes 48 KB of shared memory in forward
 
-// A token's floats in shared memory: `vectors` arrays of E floats, rounded up to an even number, so that the float2 of
-// `children` are aligned in the heap of every token.
+// A token's floats in shared memory: `vectors` arrays of E floats, rounded up to an even number, because children()
+// needs every token's heap aligned for float2.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
 __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2*>(heap)[m]; }
@@ -78,7 +78,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;  // largest logit of this lane's leaves that count; `sums` have the factor exp(-highest)
+  // highest: largest logit of this lane's leaves with a probability of at least Weighing::least; `sums` have the factor
+  // exp(-highest)
+  float highest = -FLT_MAX;
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;

@@ -4,7 +4,7 @@
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
-// shallow leaves: LEAVES divides 2E, and so the number of deep leaves, 2E - LEAVES * LANES.
+// shallow leaves: LEAVES divides 2E, hence also the number of deep leaves, 2E - LEAVES * LANES.
 #pragma once
 
 #include <cfloat>

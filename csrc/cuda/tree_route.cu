@@ -67,7 +67,8 @@ struct Stack {
 struct Descent {
   Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  // Largest probabilities: of visited nodes that are not saturated, and of visited nodes with a NaN logit.
+  // Largest probabilities: of visited nodes that are not saturated (|split logit| < gamma / 2), and of visited nodes
+  // with a NaN logit.
   float undecided = -1.0f, unknown = -1.0f;
 
   // At a node whose logit is NaN, the search goes to the left child only.

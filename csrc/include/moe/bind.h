@@ -11,8 +11,8 @@
 
 namespace moe {
 
-// Returns one uint64_t for each argument. `types` has the argument letters of launcher.h; pointer(object) converts the
-// arguments of letter p.
+// Returns one uint64_t for each argument. `types` has their letters: d double, f float, p pointer, i int, l int64_t.
+// pointer(object) converts the arguments of letter p.
 template <class Pointer>
 std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObject* const* given, size_t given_count,
                                Pointer pointer) {

@@ -11,7 +11,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-constexpr int kPackRows = 12;  // rows in a block of a packed matrix (Left in tiles.h)
+constexpr int kPackRows = 12;  // a packed matrix is stored in blocks of this many rows (Left in tiles.h)
 
 template <class T>
 struct Elements {

@@ -208,8 +208,8 @@ struct Fragments {
   uint32_t a[Tile::kWarpM / 16][4];
   uint32_t b[Tile::kWarpN / 8][2];
 
-  // Loads 16 outer indices and 16 k as four 8 x 8 matrices in the order of mma.sync. The second matrix has the next 8
-  // rows of A, or the next 8 k of B.
+  // Loads 16 outer indices x 16 indices k as four 8 x 8 matrices, in the order of mma.sync's operands. The second
+  // matrix has the next 8 outer indices for A, the next 8 indices k for B.
   template <class Factor, bool IS_B>
   __device__ static void load_16x16(uint32_t (&fragment)[4], const T* matrix, int outer, int k) {
     const int lane = threadIdx.x % kWarpSize, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
@@ -249,8 +249,8 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
 }
 
-// sums += A B over k in [0, num_k). A stage takes one barrier, before its last 16 k are multiplied: their fragments are
-// in registers by then. After the barrier, all warps may read the next stage and refill the present one.
+// sums += A B over k in [0, num_k). A stage takes one barrier, before the products of its last 16 indices k, whose
+// fragments are in registers by then. After the barrier, all warps may read the next stage and refill the present one.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
