@@ -29,7 +29,7 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
                    const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y, int64_t tokens,
                    int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim,
                    int64_t dout, int threads) {
-  if (index_size > 0) {  // no plan is given; `experts` does not tell, as it is null if it has no elements
+  if (index_size > 0) {  // no plan is given (experts != nullptr would not tell: an empty tensor's address is null)
     const auto take = [&](int64_t count) { return (scratch += count) - count; };
     int32_t *const choices = take(num_rows), *const counts = take(k * num_experts), *const offsets = take(num_experts + 1);
     int32_t *const token = take(num_rows), *const choice = take(num_rows), *const slot = take(num_rows);

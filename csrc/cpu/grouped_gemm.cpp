@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kSumRows = 64;  // most rows in a partial sum of dbias (column_sums)
 constexpr int64_t kChunk = 256;  // columns of a row converted at a time, in a buffer on the stack
 constexpr int64_t kPairedRows = 8;  // rows of x that WeightGradient pairs at a time
-constexpr int64_t kBlock = 132;  // most rows of dW in a block: the least multiple of kTileRows from 128 on
+constexpr int64_t kBlock = 132;  // most rows of dW in a block: a multiple of kTileRows
 
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
   if (out != nullptr && bytes > 0 && rows > used)

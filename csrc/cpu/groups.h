@@ -13,7 +13,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSpan = 192;  // most rows of a Span
-constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of), as LEAST in grouped_gemm_cpu.py
+constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a share (share_of); equals LEAST in grouped_gemm_cpu.py
 
 // The share: how many of `rows` rows a thread takes at a time. It is `most` for one thread, else kMinRows to `most`.
 // Each of several threads takes about four shares, for balance: fewer if a share would have under 2 * kMinRows rows,

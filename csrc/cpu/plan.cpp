@@ -78,7 +78,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: slot_row numbers the requests to an expert from 0 in each chunk; with by_choice, for each choice.
+  // First pass: slot_row numbers the requests to an expert from 0 in each chunk, with by_choice in each of its choices.
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -127,7 +127,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
 }
 
 // The `capacity` highest of n keys (all of them if n <= capacity): the keys greater than `above`, and the first `ties`
-// of the keys equal to `above`. `of` expects the keys padded to a multiple of kMaskBits with the lowest Key.
+// of the keys equal to `above`. Cutoff::of takes keys padded to a multiple of kMaskBits with the lowest Key.
 template <class F>
 struct Cutoff {
   typename F::Key above;

@@ -112,10 +112,11 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // * is element by element. h, the gradient with respect to k, is u v^T * dP (`grad`) at the start; df and dg, those
-  // with respect to -log u and -log v, are minus the row and column sums of k * h. An iteration computed u from
-  // `before`, the v at its start, then a new v from u. Back through it, with the new v: y = dg * v,
-  // x = u * (df - u * (k y)), h += u y^T + x before^T, df = 0, dg = -before * (k^T x). At the end dS = k * h / tau.
+  // * multiplies element by element. h is the gradient with respect to k; df and dg are the gradients with respect to
+  // -log u and -log v. At first h = u v^T * dP (`grad`), and df and dg are minus the row and column sums of k * h. An
+  // iteration computed u from `before`, the old v, and then the new v from u. The way back through it:
+  //   y = dg * v,  x = u * (df - u * (k y)),  h += u y^T + x before^T,  df = 0,  dg = -before * (k^T x).
+  // At the end dS = k * h / tau.
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

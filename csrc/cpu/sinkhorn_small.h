@@ -80,7 +80,7 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward, but df, which is 0 after one iteration back, is multiplied by u before the loop.
+// As scaled_backward, but df is multiplied by u before the loop: only the first iteration back has a df other than 0.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {

@@ -74,8 +74,8 @@ struct TokenBuffers {
     }
   }
 
-  // Computes q; the softmax over the leaves of all trees is q times the returned scale. A leaf takes part if its
-  // probability is not below `least` (a NaN is not).
+  // Computes q; the softmax over the leaves of all trees is q times the returned scale. Leaves with a probability below
+  // `least` are left out; a leaf whose probability is NaN takes part.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};

@@ -182,7 +182,7 @@ struct Products {
     });
   }
 
-  // A token's logits are x w^T + bias in the branches that it reaches, and 0 elsewhere, also in the nodes above them.
+  // A token's logits are x w^T + bias in the branches that it reaches, and 0 in others and in the nodes above branches.
   void forward(const T* x, int64_t stride, const TreeTensors<const T>& bias) const {
     pack_weights(true);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* sums) {

@@ -115,7 +115,7 @@ class Descent {
 
   int64_t node_row(int64_t node) const { return tree_ * (experts_ - 1) + node; }
 
-  // Routes the tokens order_[begin] to order_[end - 1], which reach `node`, below it.
+  // Routes the tokens order_[begin] to order_[end - 1] from `node`, which all of them reach, downwards.
   void descend(int64_t node, int64_t begin, int64_t end, int32_t depth) {
     if (begin == end) return;
     if (node >= experts_ - 1) {
@@ -221,7 +221,7 @@ class Descent {
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right; from its end, that leave
+  int32_t *order_, *others_;           // (kBlock); others_: at its start tokens that go right, at its end leaving ones
   Candidate<Wide>* frontier_;          // (E + 1)
 };
 

@@ -3,8 +3,8 @@
 Backend "cpu", "triton" or "cuda" implements operation f if its module (see load) has a function f_fwd. In that module,
 f_supports(target, dtype) returns None, or the reason why f cannot run; f_limits(target), if it exists, returns the
 largest sizes that f takes, by their names in SIZES. The module of backend "reference" has f itself. A target is a
-device type, for a GPU with the compute capability if it is known: "cuda:8.0". Operations in MADE_OF use the functions
-of another operation.
+device type; for a GPU, the compute capability follows if it is known: "cuda:8.0". Operations in MADE_OF use the
+functions of another operation.
 
 The argument backend= names the backend; without it use_backend() does, else MOE_KERNELS_BACKEND. A named backend never
 falls back to another one. Without a name the choice is automatic.
@@ -48,7 +48,7 @@ FILES = {
 # Other names of operations, which `choose` and `explain` accept.
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
-# Operations that run on the kernels of another operation, whose f_fwd and f_supports count for them.
+# Operations that run on the kernels of another operation: a backend that supports the other one supports them.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
 
 # Functions that return the sizes that kernels may limit. Their arguments are the first tensors of a call.

@@ -55,7 +55,7 @@ def chunks(elements: int) -> int:
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for make_plan: how often each chunk of choices names each expert, (chunks, E).
 
-    At most 1024 chunks; above 4096 experts fewer, so that the counts of several chunks take at most 16 MiB.
+    At most 1024 chunks; above 4096 experts as many as fit into 16 MiB, but at least one.
     """
     limit = max(1, min(1024, 2**22 // num_experts))
     chunks = max(1, min(-(-experts.numel() // PLAN_TILE), limit))

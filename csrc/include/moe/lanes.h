@@ -167,7 +167,7 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
-  // The bits of 2^(j / 16), minus j << 48: `shifted << 48` adds j << 48 besides the exponent.
+  // Entry j: the bits of 2^(j / 16), minus j << 48. Adding n << 48 puts j << 48 back, and n / 16 into the exponent.
   constexpr Vec<int64_t> lower = {0x3ff0000000000000, 0x3fefb5586cf9890f, 0x3fef72b83c7d517b, 0x3fef387a6e756238,
                                   0x3fef06fe0a31b715, 0x3feedea64c123422, 0x3feebfdad5362a27, 0x3feeab07dd485429};
   constexpr Vec<int64_t> upper = {0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,

@@ -52,13 +52,14 @@ MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// to (pairs_of(rows), count): row i pairs each element of row 2 i of `from` with that below it in row 2 i + 1, or with
-// zero after the last row. `stride` and `token` select rows as in Elements::widen (elements.h).
+// Row i of `to` (pairs_of(rows), count) pairs each element of input row 2 i with that below it in row 2 i + 1, or with
+// zero after the last row. Input row r is row r of `from` if `token` is null, else row token[r], or zeros if token[r]
+// is -1. Rows of `from` are `stride` elements apart, rows of `to` are to_row pairs apart.
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
-// to (rows, pairs_of(count)): the pairs of neighbours in each row; if `count` is odd, the last element is paired with
-// zero. `stride` and `token` select rows of `from` as in Elements::widen (elements.h).
+// to (rows, pairs_of(count)): the pairs of neighbours in each input row (see pair_rows); if `count` is odd, the last
+// element is paired with zero.
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);

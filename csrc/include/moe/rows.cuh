@@ -10,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // most threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // most elements of a row: an index one stride of for_pieces past it fits int
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // most elements of a row: for_pieces counts past it by a stride, in int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }

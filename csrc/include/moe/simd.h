@@ -12,8 +12,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A mask has a 32-bit word for every 32 elements: bit i of word w belongs to element 32 * w + i. Rows of keys
-// (formats.h) are padded to a multiple of kMaskBits.
+// A mask has a 32-bit word for every 32 elements: bit i of word w belongs to element 32 * w + i. Keys are integers that
+// order as floating-point elements do (formats.h); rows of keys are padded to a multiple of kMaskBits.
 constexpr int64_t kMaskBits = 32;
 
 inline int64_t mask_words(int64_t n) { return (n + kMaskBits - 1) / kMaskBits; }

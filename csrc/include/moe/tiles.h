@@ -140,9 +140,9 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // only with pairs: if not null, results are written there in bfloat16, not to c
 
-  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row, so
-  // some rows are computed twice if left < M. Row m of the second half is row_of(half) rows after row m of the first
-  // half, so both are read by the pointer at[m].
+  // Computes `left` rows from row i on, M / 2 < left <= M, in two halves. The second half ends with the last row; if
+  // left < M, the halves overlap. Row m of the second half is row_of(half) rows after row m of the first half: one
+  // pointer, at[m], serves both.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -201,8 +201,8 @@ struct PanelProduct {
     }
   }
 
-  // Computes rows `first` to last - 1. The compiler knows that stores to c do not change `own`, a local copy of *this,
-  // and can keep its members in registers.
+  // Computes rows `first` to last - 1. `own` is a local copy of *this: as stores to c cannot change it, the compiler
+  // can keep its members in registers.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
     const PanelProduct own = *this;

@@ -45,7 +45,7 @@ struct SmoothStep {
 
   __device__ float clamp(float t) const { return least_or_nan(most_or_nan(t, -half), half); }
 
-  // 1/2 + t / gamma of a clamped t. The relative error is small also near t = -gamma / 2, where t + gamma / 2 is exact.
+  // 1/2 + t / gamma for clamped t. The relative error is small also near t = -gamma / 2, where t + gamma / 2 is exact.
   // At t = gamma / 2 the result is 1 up to rounding, and its smooth step is 1.
   __device__ float share(float t) const { return (t + half) * slope; }
 };
