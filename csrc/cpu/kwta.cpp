@@ -38,8 +38,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: number of keys at or above a trial. nearest: the key that becomes a bound of the search; at least the trial if
-// count > k, else below the trial.
+// count: number of keys at or above a trial. nearest: at least the trial if count > k, else below it. Search::update
+// sets low_ = nearest or high_ = nearest + 1.
 template <class Key>
 struct Count {
   int64_t count;

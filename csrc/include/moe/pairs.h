@@ -17,8 +17,8 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: whether code for MOE_ISA can multiply pairs, with sums of type T.
-// multiplies_pairs(): whether it can with sums of type float, and this processor has AVX512-BF16.
+// kPairs<T>: whether the code of this instruction set (MOE_ISA) can multiply pairs with sums of type T.
+// multiplies_pairs(): whether kPairs<float> holds and this processor has AVX512-BF16.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;

@@ -90,7 +90,7 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
 
 // The left side A (rows, depth) of a product, in one of three layouts.
 //   step = 1: element (m, k) is at[m * row + k].
-//   row = 1, step = kPackRows, packed = null: packed. Each block of kPackRows rows is stored as (depth, kPackRows).
+//   row = 1, step = kPackRows, packed null: the packed layout, blocks of kPackRows rows, each as (depth, kPackRows).
 //   row = 1, packed not null: element (m, k) is at[m + k * step]. Tiles of kTileRows rows are copied to `packed`, in
 //   the packed layout, while they are multiplied. The caller has already packed the rows after the last whole tile.
 template <class T>

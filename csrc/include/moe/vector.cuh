@@ -1,4 +1,4 @@
-// Loads and stores of global memory. Caches evict first what store_streaming wrote.
+// Loads and stores of global memory. What store_streaming wrote leaves the caches first.
 #pragma once
 
 #include "moe/platform.cuh"

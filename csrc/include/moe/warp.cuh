@@ -28,7 +28,7 @@ __device__ __forceinline__ float warp_max(float value, int lanes = kWarpSize) {
   return value;
 }
 
-// The sum over this lane and all lower lanes of its group of `lanes` neighbours. lane: its index in the group.
+// The sum over this lane and all lower lanes of its group of `lanes` neighbours. lane: this lane's index in the group.
 __device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int lanes = kWarpSize) {
 #pragma unroll
   for (int offset = 1; offset < lanes; offset *= 2) {
