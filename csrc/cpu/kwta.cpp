@@ -39,7 +39,7 @@ struct Winners {
 };
 
 // count: number of keys at or above a trial. nearest: at least the trial if count > k, else below it. Search::update
-// sets low_ = nearest or high_ = nearest + 1.
+// sets low_ = nearest if count >= k, and high_ = nearest + 1 if count <= k.
 template <class Key>
 struct Count {
   int64_t count;
