@@ -21,8 +21,8 @@ constexpr int64_t kPasses = 256;
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// Writes to `experts` the positions of the k highest of n keys, highest first. Equal keys are ordered by position. `key`
-// must be padded to a multiple of kMaskBits with the lowest integer, and may be overwritten. order (n): scratch.
+// Writes to `experts` the positions of the k highest of n keys, highest first. Equal keys are ordered by position.
+// `key` must be padded to a multiple of kMaskBits with the lowest integer, and may be overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
