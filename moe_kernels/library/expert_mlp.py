@@ -170,7 +170,7 @@ define(
     backward=no_second_derivative("expert_mlp"),
 )
 
-# Has no autograd formula: registering one would slow a call without gradients.
+# This operator has no autograd formula: registering one would slow a call without gradients.
 define(
     "expert_mlp_of_choices(Tensor x, Tensor? weights, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, "
     "Tensor experts, str activation, str backend) -> Tensor",

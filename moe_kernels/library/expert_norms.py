@@ -19,8 +19,7 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# On a GPU, in a group of two or more experts, tensors with a row for each token and expert have at most this many
-# elements.
+# On a GPU a group has at least one expert, and more only if no tensor of its rows has more elements than this.
 ELEMENTS = 2**27
 
 

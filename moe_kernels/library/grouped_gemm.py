@@ -72,7 +72,7 @@ def weight_gradient(
 
     dweight_e = sum of x_r^T grad_r and dbias_e = sum of row_weight_r grad_r, both over the rows r of expert e.
 
-    x_token, grad_token: (R), the row of x or of grad that is row r; None if it is row r itself.
+    x_token, grad_token: (R), indices: x_r is x[x_token[r]], zeros for -1, and likewise grad_r. None: x_r is x[r].
     weight: if it is transposed in memory, dweight is too, as autograd would copy a gradient of another layout.
     row_weight: (R) in compute_dtype; None for ones.
     """

@@ -21,7 +21,10 @@ from moe_kernels.library._define import (
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """<weight_kn, x_t> + bias_kn by torch: x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)."""
+    """<weight_kn, x_t> + bias_kn by torch, for N nodes or leaves of each of K trees.
+
+    x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)
+    """
     factors, flat = (x, weight.flatten(0, 1).t()), None if out is None else out.flatten(1)
     flat = torch.mm(*factors, out=flat) if bias is None else torch.addmm(bias.flatten(), *factors, out=flat)
     return flat.view(x.shape[0], weight.shape[0], weight.shape[1])

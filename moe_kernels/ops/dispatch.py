@@ -37,8 +37,8 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     Raises:
         TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
         ValueError: x is not (T, D) or on another device than the plan; arrays of the plan that are not as RoutingPlan
-            describes; or, where values are checked (see plan), tokens outside [-1, T), slots outside [-1, R) or a
-            number of rows in use outside [0, R].
+            describes; or, where values are checked (see plan), row_token outside [-1, T), slot_row outside [-1, R)
+            or expert_offsets[E] outside [0, R].
         BackendError: the named backend cannot run this.
 
     Source: GShard's dispatch einsum, without its one-hot tensor; paper 003 (V-MoE), section 2.

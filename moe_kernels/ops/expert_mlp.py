@@ -8,8 +8,8 @@
 
 Row r is choice k of token t, at expert e. dx_t is a sum over the rows of t, gradients of parameters over those of e.
 Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or 2 H) and the parameters. dw is computed from
-h and a, so the output of the second product is not saved. Backward computes h again from pre. "swiglu_clamped" is
-composed of separate operations instead.
+h and a, so h_r W_out_e is not saved. Backward computes h again from pre. "swiglu_clamped" is composed of separate
+operations instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def expert_mlp(
             x). None: all 1.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
         activation, alpha, limit: as in grouped_gemm. "swiglu_clamped" takes more memory: the hidden layer and, with
-            weights, the output of the second product are saved for backward too.
+            weights, its product with w_out are saved for backward too.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     Returns:

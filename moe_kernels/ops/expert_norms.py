@@ -47,10 +47,10 @@ def expert_norms(
     underflow (outputs below about 3e-23 in float32). Kernels are once differentiable.
 
     Cost of kernels with W = H or 2 H columns of w_in. G experts are computed at a time, 1 on a CPU. On a GPU G is the
-    largest number up to E with T G max(D, W, Dout) up to 2^27, but at least 1; tensors with a row for each token and
-    expert have up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward, all together. FLOPs (torch's
-    counter): 2 T E (D W + H Dout) forward, and three times as many backward if all gradients are needed, a third of
-    them for recomputation.
+    largest number up to E with T G max(D, W, Dout) up to 2^27, but at least 1. Tensors with a row for each token and
+    each of G experts have, all together, up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward. FLOPs
+    (torch's counter): 2 T E (D W + H Dout) forward, and three times as many backward if all gradients are needed, a
+    third of them for recomputation.
 
     Raises:
         TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.

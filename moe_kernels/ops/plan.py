@@ -1,7 +1,7 @@
 """Routing plans: choices of tokens become rows, grouped by expert.
 
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
-    row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets_e = sum of min(requests, capacity) before expert e
+    row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets_e = sum of min(requests, capacity) over experts < e
 
 A request i is a choice that names an expert. Kernels of make_plan sort T priorities, if given, but not the requests,
 build no (T, E) one-hot matrix, and do not make the host wait for a GPU.

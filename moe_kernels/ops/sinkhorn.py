@@ -91,8 +91,9 @@ def sinkhorn(
         (..., n, n) in the dtype of scores.
 
     Gradient: to scores and noise, with the factor 1 / tau; if unrolled, also to rows and columns. Kernels are once
-    differentiable. torch.vmap is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's
-    counter) a matrix: 4 n^2 an iteration forward, 12 n^2 backward; implicit backward 2 n^3 without the linear solve.
+    differentiable. torch.vmap is supported. Autocast: runs in the dtype of its inputs. FLOPs of kernels for each
+    matrix (torch's counter): 4 n^2 per iteration forward, 12 n^2 per iteration backward. An implicit backward has
+    2 n^3 in all, without the linear solve.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or forward-mode AD or a torch.func transform

@@ -148,8 +148,8 @@ def tree_route(
     """One expert per tree, for inference: the likeliest leaf, of equally likely ones the left-most.
 
     Kernels search for this leaf from the root and need not compute all nodes. weights = softmax of the logits of the K
-    leaves. If every node on the K paths is saturated, they are the gates of `tree_gate`, up to rounding; otherwise they
-    approximate them.
+    leaves. If every node on the K paths is saturated, the weights are the gates of `tree_gate`, up to rounding;
+    otherwise they approximate the gates.
 
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.

@@ -171,7 +171,8 @@ def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]
 
 
 def _weight(weight: Tensor) -> tuple[Any, ...]:
-    """The array and the three strides of a weight (E, Din, Dout). Its last or middle dimension is contiguous."""
+    """Arguments of native.call for a weight (E, Din, Dout), whose last or middle dimension is contiguous: tensor, dtype
+    and rank, and the strides along E, Din and Dout."""
     strides = weight.stride()
     by_column = strides[2] != 1 and weight.shape[2] > 1
     array = weight.transpose(1, 2) if by_column else weight, weight.dtype, 3

@@ -12,7 +12,7 @@ from moe_kernels.library import plan_rows, words
 from moe_kernels.library.plan import refuse_unknown_experts
 
 COLUMNS = 16  # kColumns of csrc/cpu/plan.cpp: experts for which plan_expert_choice chooses tokens together
-ENTRY = 16  # most bytes of a Held of csrc/cpu/plan.cpp
+ENTRY = 16  # most bytes of a token that an expert holds and its score (Held of csrc/cpu/plan.cpp)
 
 
 def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[Tensor, ...]:

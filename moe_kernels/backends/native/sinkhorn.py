@@ -33,10 +33,10 @@ def _run(native, name, scores, taus, out, *grad, sums) -> None:
 
 
 def _matrix(x: Tensor) -> tuple[Any, int, int]:
-    """The array of x (batch, n, n), and its first two strides."""
+    """Arguments of native.call for x (batch, n, n): tensor, dtype and rank, and the first two strides."""
     return (x, x.dtype, 3), x.stride(0), x.stride(1)
 
 
 def _vectors(*vectors: Tensor | None) -> list[tuple[Tensor | None, torch.dtype, int]]:
-    """The arrays of float64 tensors (batch, n), which may be None."""
+    """Arguments of native.call for float64 tensors (batch, n) or None: each as tensor, dtype and rank."""
     return [(x, torch.float64, 2) for x in vectors]

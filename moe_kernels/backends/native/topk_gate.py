@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.library import compute_dtype, words
 
-SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 value (8), its key (8), an index (4)
+SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 logit (8), an integer key (8), an index (4)
 
 
 def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:

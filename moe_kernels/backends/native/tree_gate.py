@@ -45,7 +45,8 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = compute_dtype(leaf_logits.dtype)
-    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three arrays of all leaves, a heap with 2 * PAD spare.
+    # TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree; three arrays of all leaves; `heap`, with the
+    # probabilities of one tree's nodes and leaves, and 2 * PAD spare elements.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)

@@ -23,8 +23,8 @@ from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, co
 COLUMNS, TILE = 32, 256
 
 # With large P and T, skipping products saves time if tokens reach on average at most the share WORTH of the branches.
-# With small P or T the share is smaller: each token in a branch costs as much as OVERHEAD more elements of x, and
-# packing the weights of a branch costs as much as PACKING more tokens. _reach tries up to SAMPLE tokens first.
+# With small P or T the share is smaller: multiplying a token by a branch takes as long as if x had OVERHEAD more
+# columns, and packing the weights of a branch as long as PACKING more tokens. _reach tries up to SAMPLE tokens first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
@@ -78,7 +78,7 @@ def bwd(
 
 
 def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)"""
+    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N), for N nodes or leaves of each of K trees."""
     flat = _product(native, x, weight.flatten(0, 1).t(), None if bias is None else bias.contiguous().view(1, -1))
     return flat.view(x.shape[0], *weight.shape[:2])
 
@@ -90,7 +90,7 @@ def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
-    """grad (T, K, N), x (T, P) -> (K, N, P)"""
+    """grad (T, K, N), x (T, P) -> (K, N, P), the gradient to the weight of _logits."""
     flat, _ = bwd_weight(native, contiguous_rows(grad.flatten(1)), contiguous_rows(x), all_rows(x), None, None, False)
     return flat.view(*grad.shape[1:], x.shape[1])
 

@@ -2,7 +2,8 @@
 
 The gradient to x is not here: it comes from the forward kernel on transposed weights. For the weight gradient a program
 computes a tile of dW from all rows of its expert, in order. It reads them by pointers, not by bulk copies (TMA): the
-last block of an expert would include rows of the next expert.
+last block of an expert would include rows of the next expert. In shapes K is the width of a product's input, N that of
+its output.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _expert_mlp_bwd_hidden(
     pre_ptr,  # (R, N or 2 N) contiguous
     dpre_ptr,  # (R, N or 2 N) contiguous, receives the gradient of pre
     weighted_ptr,  # (R, N) contiguous, receives row_weight * h
-    partial_ptr,  # (R, column tiles), receives terms of row_weight's gradient <h, dh> + <b_out, dy>, dh = dy w_out^T
+    partial_ptr,  # (R, column tiles), receives parts of row_weight's gradient <h, dh> + <b_out, dy>; dh = dy w_out^T
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,

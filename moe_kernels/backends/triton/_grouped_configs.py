@@ -26,7 +26,7 @@ MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 col
 
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once
 
-# Milliseconds of Tiles, by kernel, device, dtype, K, columns, experts and bit length of num_rows (run_with_tiles).
+# Milliseconds of Tiles. A key is (kernel, device, dtype, width of x, columns, experts, bit length of num_rows).
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
@@ -132,8 +132,8 @@ def choose_tiles(
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether both tensors start at multiples of 16 bytes, and K, columns and all strides other than 1 are multiples of
-    16 elements: Triton then compiles vector loads."""
+    """Whether both tensors start at multiples of 16 bytes, and the width of x, columns and all strides other than 1 are
+    multiples of 16 elements: Triton then compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         _addresses.aligned(each, 16) for each in (x, other)

@@ -2,8 +2,9 @@
 
 The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. Every expert then has enough tiles for its
 rows, and at most one tile without rows. Rows from expert_offsets[E] on, which no expert uses, count as rows of one more
-expert. A launch has R // BLOCK_M + E + 1 row
-tiles for any offsets, so the host need not wait for the offsets.
+expert, E. A launch has R // BLOCK_M + E + 1 row tiles for any offsets, so the host need not wait for the offsets.
+
+In shapes K is the width of x, N that of the product.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def raster(column_tiles, programs, first):
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(valid, token), (BLOCK_M) each: whether the expert has the row; the row of x to read (int64, -1 for none)."""
+    """(valid, token), (BLOCK_M) each: whether the tile has the row, and the row of x to read (int64, -1 for none)."""
     row = tl.arange(0, BLOCK_M)
     valid = row < end - first
     if GATHER:

@@ -1,6 +1,7 @@
 """Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and shared helpers.
 
-P = exp((scores - f - g) / tau) with potentials f of rows and g of columns, each as two vectors (log_sum_exp).
+P = exp((scores - f - g) / tau) with potentials f of rows and g of columns. A potential is anchor + tau *
+logarithm; log_sum_exp returns these two vectors.
 
 SUMS: row and column sums are prescribed, or there is a tolerance. A matrix that meets the tolerance takes no further
 iteration, so each matrix has its own number of iterations. Without SUMS, flags (counts_ptr) select the matrices that

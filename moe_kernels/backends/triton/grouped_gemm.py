@@ -2,6 +2,7 @@
 
 One launch multiplies the rows of all experts; a program computes one tile of the output. If row_token is given, the
 kernel gathers rows of x as it reads them. Bias and activation are applied to the float32 accumulators.
+In shapes K is the width of x, N that of the output.
 """
 
 from __future__ import annotations

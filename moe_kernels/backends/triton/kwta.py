@@ -1,7 +1,7 @@
 """k-winner-take-all in Triton. 16-bit rows of up to RESIDENT elements run the kernel of _kwta_packed.py.
 
-A program of _kwta_fwd computes one row. Each round of its search for the threshold counts the keys (_kwta_values.py) of
-the row that are at least a trial key.
+A program of _kwta_fwd computes one row. It searches for the threshold among keys, integers in the order of the elements
+(_kwta_values.py): each round counts the row's keys that are at least a trial key.
 """
 
 from __future__ import annotations

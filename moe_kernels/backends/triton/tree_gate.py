@@ -3,7 +3,7 @@
 A tree of E leaves has 2^DEPTH places, one for each possible leaf of the last level, from left to right. A leaf of the
 level above takes the left one of its two places; in the layout GROUPS leaves take consecutive places instead.
 Backward sums pairs of neighbouring places, level by level up to the root. If tree_gate_fits, one forward kernel also
-computes the matrix products that give the logits.
+computes the matrix products that give the logits. In shapes K is the number of trees.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 
 @triton.jit
 def _share(t, sign, half, slope):
-    """1/2 + sign t / gamma, for |t| <= gamma / 2. half: gamma / 2; slope: 1 / gamma.
+    """1/2 + sign * t / gamma, for |t| <= gamma / 2. sign: 1 or -1; half: gamma / 2; slope: 1 / gamma.
 
-    A result near 0 has full precision: sign t + gamma / 2 is then exact. At sign t = gamma / 2 the result is 1 except
-    for rounding, and its smooth step is exactly 1.
+    A result near 0 has full precision: sign * t + gamma / 2 is then exact. At sign * t = gamma / 2 the result is 1
+    except for rounding, and its smooth step is exactly 1.
     """
     return tl.fma(t, sign, half) * slope
 
