@@ -1,14 +1,14 @@
 """The expert MLP: dispatch, two grouped GEMMs with an activation between them, combine, as one function.
 
     pre_r = x_t W_in_e + b_in_e,   h_r = act(pre_r)
-    y_t = sum over the kept rows r of t of w_tk (h_r W_out_e + b_out_e)
+    y_t = sum of w_tk (h_r W_out_e + b_out_e)
     a_r = dy_t W_out_e^T,   dw_tk = <h_r, a_r> + <b_out_e, dy_t>,   dpre_r = w_tk a_r act'(pre_r)
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Row r is choice k of token t, at expert e. dx_t is a sum over the rows of t, gradients of parameters over those of e.
-Saved for backward: x, the gate weights w, arrays of the plan, pre (R, H or 2 H) and the parameters. dw is computed from
-h and a, so h_r W_out_e is not saved. Backward computes h again from pre. "swiglu_clamped" is composed of separate
+Row r is choice k of token t, at expert e. y_t and dx_t are sums over the rows of t, gradients of parameters over those
+of e. Saved for backward: x, the gate weights w, plan arrays, pre (R, H or 2 H) and the parameters. dw is computed
+from h and a, so h_r W_out_e is not saved. Backward computes h again from pre. "swiglu_clamped" is composed of separate
 operations instead.
 """
 

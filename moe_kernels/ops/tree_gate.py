@@ -13,8 +13,8 @@ Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the 
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels compute h'/h as
 6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. Without
-`parity`, a leaf is in the softmax if p is at least the smallest normal number. With it, p + epsilon replaces p in the
-softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s and a of unreachable nodes and
+`parity`, a leaf is in the softmax if p is at least the smallest normal number. With `parity`, p + epsilon replaces p
+in the softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s and a of unreachable nodes and
 leaves.
 """
 
@@ -31,7 +31,7 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
-# Smallest normal number of each compute dtype. If gamma is from it to its inverse, gamma and 1 / gamma are normal.
+# Smallest normal number of each compute dtype. If gamma is from this number to its inverse, 1 / gamma is normal too.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 

@@ -27,8 +27,8 @@ AT_ONCE = 2**20  # most bytes of hidden units and output rows for which the expe
 def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    C++ multiplies experts of up to SMALL multiply-adds on average. It multiplies larger ones if there is an expert, or
-    LEAST rows, for each thread, except in bfloat16 with AMX, which torch uses and C++ does not.
+    C++ multiplies experts of up to SMALL multiply-adds on average. It multiplies larger ones if there are at
+    least as many experts, or portions of LEAST rows, as threads, but not in bfloat16 with AMX, which only torch uses.
     """
     num_experts, din, dout = size
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()

@@ -26,7 +26,7 @@ from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scal
 # k, u and v are then normal numbers of float32 or float64.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-EARLY = tl.constexpr(16)  # smallest N with which kernels can stop early
+EARLY = tl.constexpr(16)  # smallest N, n rounded up to a power of 2, with which kernels can stop early
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
 
