@@ -41,7 +41,7 @@ def grouped_gemm(
 
     swiglu, geglu and swiglu_clamped give (R, Dout / 2). The rows of expert e are expert_offsets[e] to
     expert_offsets[e + 1] - 1; rows of the result from expert_offsets[E] on are zero. Computed in float32 (float64
-    stays); the result, and before swiglu_clamped also rows_r W_e + b_e, is rounded to the dtype of rows. With row_token
+    stays); the result is rounded to the dtype of rows, and so is rows_r W_e + b_e before swiglu_clamped. With row_token
     (R,), `rows` holds tokens (T, Din), and row r is rows[row_token_r], or zeros where row_token_r is -1.
     """
     if row_token is not None:

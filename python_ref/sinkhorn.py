@@ -1,7 +1,7 @@
 """Sinkhorn's iteration, by definition: normalises rows, then columns, in logarithms and float64.
 
 Paper 001 (COMET with trees and local search), eqs. 7 and 8. At small tau exp(scores / tau) overflows, hence logarithms.
-float32 numbers near scores / tau = 1e7 are 1 apart, hence float64.
+If scores / tau is near 1e7, neighbouring float32 numbers differ by 1, hence float64.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """The smooth-step tree gate, by definition: probabilities level by level, one softmax over the leaves of all trees.
 
-A tree has E - 1 nodes in heap order (node q has the left child 2 q + 1 and the right child 2 q + 2) and E leaves. The
-leaves from left to right are the experts; if E is not a power of two, the deeper leaves are the left-most. Equations:
-moe_kernels/ops/tree_gate.py.
+Each of the K trees has E - 1 nodes in heap order (node q has the left child 2 q + 1 and the right child 2 q + 2) and E
+leaves. The leaves from left to right are the experts; if E is not a power of two, the deeper leaves are the left-most.
+Equations: moe_kernels/ops/tree_gate.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
     """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
     p are the leaf probabilities. Without `parity` the terms are computed as p exp(leaf_logits), and leaves with p below
-    the smallest normal number are left out, so that 1 / p, a bound of the derivative of a gate to p, is finite. parity:
-    "tf" and "bert" compute log p as the authors' TensorFlow and BERT code do (see moe_kernels/ops/tree_gate.py).
+    the smallest normal number are left out, so that a gate's derivative with respect to p, at most 1 / p, is finite.
+    parity "tf" and "bert" compute log p as the authors' TensorFlow and BERT code do (see moe_kernels/ops/tree_gate.py).
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
@@ -74,8 +74,8 @@ def tree_gate(
 class RouteStatistics(NamedTuple):
     """Statistics of tree_route, (T, K) each.
 
-    visited (int32): number of inner nodes at least as likely as the chosen leaf. unsaturated (bool): whether h is
-    neither 0 nor 1 at one of these nodes.
+    visited (int32): number of inner nodes at least as likely as the chosen leaf. unsaturated (bool): whether the smooth
+    step is neither 0 nor 1 at one of these nodes.
     """
 
     visited: Tensor

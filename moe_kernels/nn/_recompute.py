@@ -15,10 +15,10 @@ def is_recomputing() -> bool:
 
 
 def refuse_reentrant(name: str) -> None:
-    """Raises RuntimeError if torch.utils.checkpoint(use_reentrant=True) itself calls a module that returns a dataclass.
+    """Raises RuntimeError if the calling module is the function that checkpoint(use_reentrant=True) runs.
 
-    Such a checkpoint passes gradients only to a tensor or a tuple of tensors, so that those of a dataclass would be
-    lost. A checkpointed function that calls the module and returns a tensor is allowed.
+    The module returns a dataclass. Such a checkpoint passes gradients only to a tensor or a tuple of tensors, so that
+    the dataclass would get none. A checkpointed function that calls the module and returns a tensor is allowed.
     """
     if torch.is_grad_enabled() or is_compiling():
         return

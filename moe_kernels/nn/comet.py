@@ -123,10 +123,9 @@ class MaskedLinear(nn.Linear):
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
     C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
-    The scores get no gradient. The pre-activation W x_{l-1} + b of an inactive neuron has the gradient zero if it is
-    finite; if a known mask is passed as bits instead of scores, also if it is NaN or infinite. The output has the dtype
-    of f(W x_{l-1} + b). If the scores have another dtype, both are converted to their common dtype for the selection,
-    which is exact for floating-point scores.
+    The scores get no gradient. The gradient of an inactive neuron's pre-activation W x_{l-1} + b is zero if the
+    pre-activation is finite or the mask is passed as bits. The output has the dtype of f(W x_{l-1} + b). If the scores
+    have another dtype, both are converted to their common dtype for the selection, exactly if both are floating-point.
 
     Args:
         k: active neurons, 0 to out_features.

@@ -45,7 +45,7 @@ class CompetitionGate(Gate):
     1, and on competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass. State dicts hold
-    it. A repeated forward uses the last draw of `coin`, or the rate of the last step if `rate` is a function; so each
+    it. For a repeated forward, the draw of `coin` and a `rate` that is a function are those of the last step; so each
     backward must precede the next forward.
 
     Source: paper 004, sections 3.1 to 3.3, eqs. 3 to 5.

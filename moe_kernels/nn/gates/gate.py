@@ -63,7 +63,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: each record's mean; "experts_per_sample": over tokens, the mean count of weights >= 1e-5."""
+        """Scalars by name: each record's mean; for "experts_per_sample" a token's mean number of weights >= 1e-5."""
         return {name: _statistic(name, record) for name, record in self.records.items()}
 
     @property

@@ -85,7 +85,7 @@ class XMoEGate(TopKRouter):
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
-        # Backward needs these values: a copy, since another forward before backward would scale the parameter in place.
+        # A copy for backward, since another forward before it would scale the parameter in place.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
             return self.product(r, directions)
