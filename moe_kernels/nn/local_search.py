@@ -2,7 +2,7 @@
 
     S = sinkhorn(U, R, tau)                            (eqs. 7 and 8; U is learned; R iterations at temperature tau)
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
-    regulariser = zeta * mean over all S of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
+    regulariser = zeta * (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums; of several S the mean
 
 Stage one is the training steps t = 1 .. T - 1. At t = T linear assignment finds the (hard) permutation nearest to the
 last S, and from then on U is not trained. With the permutation's matrix P, the paper prints P g; the published code and

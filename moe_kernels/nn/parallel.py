@@ -251,7 +251,8 @@ class GlobalPolicy:
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
-        # A plan with fewer than T K rows has E C rows, with C its capacity. With T K rows it needs no capacity.
+        # num_rows is min(T K, E capacity), T the tokens of all ranks. A capacity only makes this rank's plan shorter,
+        # since slot_expert is -1 for dropped choices; if num_rows is T K, it is not needed.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]

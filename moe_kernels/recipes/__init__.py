@@ -72,9 +72,9 @@ class Evaluation(NamedTuple):
 class Task:
     """One side of a comparison, ready to train. Its functions should not synchronise with the device.
 
-    loss: batch -> named () tensors; their means over the steps between two evaluations are logged. "loss" is
-        differentiated and is the sum of the others: "task" or "text", the loss without regularisers, and the
-        regularisers, already times their coefficients.
+    loss: batch -> named () tensors; their means over the steps between two evaluations are logged. "task" or "text" is
+        the loss without regularisers; each regulariser is already times its coefficient; "loss" is the sum of them
+        all and is differentiated.
     evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the predictions of `predict`, from stored parts such as frozen masks.
