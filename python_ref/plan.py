@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """The fields of moe_kernels.RoutingPlan, whose docstring explains them. All arrays are int32."""
+    """The fields of moe_kernels.RoutingPlan, whose docstring explains them. All tensors are int32."""
 
     num_tokens: int
     num_experts: int

@@ -251,7 +251,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group; x if group is None. x gets the gradient of the mean unchanged."""
+    """The mean of x over the n ranks of a group; x if group is None. x gets the mean's gradient, not divided by n."""
     if group is None:
         return x
     mean = x.detach() / group.size()

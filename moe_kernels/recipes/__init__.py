@@ -143,7 +143,7 @@ class Recipe:
     eval_batch: int = option(1000, "samples of a batch in evaluation", low=1)
     eval_rows: int = option(
         0,
-        "test (or validation) samples to evaluate, a fixed random choice; 0: all, up to the number of training samples",
+        "at most so many test (or validation) samples are evaluated, a fixed random choice; 0: as many as train",
         low=0,
     )
     choose: str = option(

@@ -1,10 +1,9 @@
 """Paper 000, appendix A.5: COMET against the dense MLP on a regression, SARCOS: one torque from 21 numbers.
 
-The paper: 4 layers of 100, 500 and 1000 neurons, p = 0.1, 0.5 and 0.9, SGD at 1e-2, 50 epochs, three seeds, on the
-published files (sarcos_inv.mat, sarcos_inv_test.mat). The paper does not say whether it scales them. Here
-inputs and torques are scaled to mean 0 and variance 1 on the training set, so the loss, a mean squared error, is in
-units of the torque's variance. The defaults take some 30 minutes of a CPU core for a seed; --epochs 5 is enough to
-try.
+The paper: 4 layers of 100, 500 or 1000 neurons, p = 0.1, 0.5 or 0.9, SGD at 1e-2, 50 epochs, three seeds, on the
+published files (sarcos_inv.mat, sarcos_inv_test.mat). The paper does not say whether it scales them. Here inputs and
+torques are scaled to mean 0 and variance 1 on the training set, so the loss, a mean squared error, is in units of the
+torque's variance. The defaults take some 30 minutes of a CPU core for a seed; --epochs 5 is enough to try.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed=True repeats the masked tokens."""
+        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: mask the same tokens every time."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors

@@ -4,9 +4,9 @@ The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, 
 cross-entropy) and 0.1 (rating, squared error over the rows that have one). Sides with "+" learn a permutation of the
 experts for 5 epochs. "+untrained" is their control: the scores of the permutation are random and fixed. The paper's
 training rows are not public: without movielens_train.csv, the validation rows of the paper's files are the training
-set. The defaults are those of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and `study search` for
-its random search. Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4). The defaults take
-some 10 minutes of a CPU core, with --rows 10000 less than one.
+set. The defaults are those of Table 1. For Table 2: --epochs 100 --choose best --patience 25; its random search is
+`python -m moe_kernels study search`. Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).
+The defaults take some 10 minutes of a CPU core, with --rows 10000 less than one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 # a kink nearby.
 PERTURBATION = 4e-6
 PAIRS = 4
-SLACK = 2.0  # allowed multiple of the largest jump: two kinks may change one number, each in another repetition
+SLACK = 2.0  # allowed multiple of the largest jump: a number may jump at two kinks, but a repetition cross only one
 
 
 @dataclass(frozen=True)
