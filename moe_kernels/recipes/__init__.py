@@ -143,7 +143,7 @@ class Recipe:
     eval_batch: int = option(1000, "samples of a batch in evaluation", low=1)
     eval_rows: int = option(
         0,
-        "at most so many test (or validation) samples are evaluated, a fixed random choice; 0: as many as train",
+        "test (or validation) samples to evaluate at most, a fixed random choice; 0: as many as training samples",
         low=0,
     )
     choose: str = option(
