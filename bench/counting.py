@@ -42,8 +42,8 @@ class Case:
     units: names of sizes. From the counted to the full shape, instructions and FLOPs grow by `scale`, the product of
         the ratios of these sizes. Bytes grow by `bytes_scale`, the ratio of the least bytes.
     own_bytes: bytes grow by `scale` too, since `entry.least_bytes` does not describe this case.
-    torch_products: launches without matrix instructions read no weights, since torch computes the products in other
-        kernels, which are not counted. The bytes of these launches grow by `scale` too.
+    torch_products: torch computes products with the weights, in kernels that are not counted. So launches without
+        matrix instructions read no weights, and their bytes grow by `scale` too.
     """
 
     operation: str

@@ -81,5 +81,5 @@ def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], 
 
 
 def label(shape: Shape) -> str:
-    """ "R=4096 N=512 p=0.5": the shape as tables and keys show it."""
+    """ "R=4096 N=512 p=0.5": the shape as text, in tables and results."""
     return " ".join(f"{name}={value}" for name, value in shape.items())

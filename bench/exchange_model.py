@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COUNT = 4  # bytes of a number of rows or tokens, an int32
+COUNT = 4  # bytes of an int32: ranks send each other numbers of rows or tokens
 
 
 @dataclass(frozen=True)

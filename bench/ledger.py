@@ -61,10 +61,10 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
 
     * the operation's file in moe_kernels/ops;
     * the files of its kernels, and of the kernels of the operations that it calls (_CALLED);
-    * for C++ and CUDA, the files in backends/native of these operations (*_cuda.py not for the backend cpu, *_cpu.py
-      not for cuda), and the kernels of other operations whose files in backends/native they import;
-    * the headers (without ops.h) that files of the last two kinds include, and the modules below moe_kernels/backends
-      that they import, directly or through others.
+    * for C++ and CUDA, the files of these operations in backends/native (for cpu without *_cuda.py, for cuda without
+      *_cpu.py); if they import another operation's file from there, also the kernels of that operation;
+    * the headers (without ops.h) that the kernels include, and the modules below moe_kernels/backends that the kernels
+      or the files in backends/native import, directly or through others.
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"

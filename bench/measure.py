@@ -326,7 +326,7 @@ def _wrong(peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] 
 
 
 def _difference(found: object, expected: object) -> float:
-    """Norm of the difference, divided by the norm of the expected tensor; the largest quotient of an output's tensors.
+    """The largest |found - expected| / |expected|, in norms, of an output's tensors.
 
     Infinite if the numbers or shapes of tensors differ, or a quotient is NaN.
     """

@@ -80,9 +80,9 @@ class Prediction:
 
     @property
     def instructions_per_element(self) -> float:
-        """PTX instructions of all threads, 32 for each warp instruction, over count["elements"].
+        """PTX instructions of all threads, 32 for each warp instruction, for each element of the largest input.
 
-        These are the elements of the largest tensor that Entry.inputs makes at the counted shape.
+        That is the largest tensor that Entry.inputs makes at the counted shape.
         """
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
@@ -153,7 +153,7 @@ SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """A table with a forward call of each operation and backend: the first not stale, in bfloat16 if there is one."""
+    """A table with a forward call of each operation and backend: the first not stale, in bfloat16 if possible."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]

@@ -33,10 +33,9 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """FLOPs of the form that scales rows and columns by vectors; a multiply-add counts as two.
+    """FLOPs of iterations that scale rows and columns by vectors; a multiply-add counts as two.
 
-    An iteration has 4 for each element. In training it has 16: 4 forward, 4 as backward recomputes the iteration, and 8
-    for the gradient.
+    An iteration takes 4 for each element; in training 16: 4 forward, 4 as backward recomputes it, 8 for the gradient.
     """
     return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 

@@ -1,7 +1,7 @@
 """The regression set: kernels against compositions of PyTorch's operations, saved and compared by pytest-benchmark.
 
     make baseline      saves the kernels' times on this machine, as multiples of PyTorch's
-    make regression    fails if a kernel's multiple is over a quarter above the last saved one, or not below 1.2
+    make regression    fails if a kernel's multiple is 1.2 or more, or exceeds the last saved one by more than 25 %
 
 A round takes a sample of PyTorch's composition and one of the kernel, and records their ratio, so that the load of the
 machine affects both.

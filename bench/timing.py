@@ -72,7 +72,7 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that takes one sample: the mean seconds of one call or of as many as take about SAMPLE_SECONDS."""
+    """A function that takes one sample: mean seconds of a call, repeated for SAMPLE_SECONDS; a long call runs once."""
 
     def once() -> float:
         start = clock()

@@ -9,7 +9,7 @@ import python_ref.tree_gate as reference
 from bench.entry import Inputs, Shape, entry
 
 LEAVES = ("x", "split_weight", "leaf_weight")
-SATURATED = 1e-6  # gamma at which nearly every split gives 0 or 1: pre-activations are of size 1
+SATURATED = 1e-6  # gamma far below the pre-activations, which are about 1: nearly every split gives 0 or 1
 
 
 def _shape(tokens: int, dim: int, experts: int, trees: int) -> Shape:

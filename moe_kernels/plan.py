@@ -25,8 +25,8 @@ class RoutingPlan:
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices has the row
         slot_row       (T, K)          the row of a choice; -1 for a dropped choice and for no choice
-        requested      (E)             requests to each expert; after plan_priority the number of tokens whose highest
-                                       score is its, after plan_expert_choice equal to kept
+        requested      (E)             requests to each expert; after plan_priority the number of tokens that score it
+                                       highest, after plan_expert_choice equal to kept
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 

@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """(kind, place) of the file's set, or None. place: folder/*.bin or, for Python batches, folder/*."""
+    """(kind, place) of the file's set, or None. place: folder/*.bin or folder/*; * is a batch's name."""
     if match := _TEN.fullmatch(file.name):
         return "CIFAR-10", file.parent / f"*{match[2] or ''}"
     # Other data sets have a file "train" too; the file of class names identifies CIFAR-100.

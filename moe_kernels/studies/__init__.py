@@ -62,7 +62,7 @@ def find(name: str) -> type[Study]:
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
     """Declares the options of the study that is the first of `words`, the command line after "study".
 
-    If there is no word, or the first is an option such as --help, they are the options of the first of `names`.
+    If there is no word, or the first is an option such as --help, the study is the first of `names`.
     """
     name = words[0] if words and not words[0].startswith("-") else names()[0]
     try:

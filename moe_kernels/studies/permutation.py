@@ -10,9 +10,11 @@ later, and continues. Arms:
 * paper, wide: local search with LocalSearch's schedule "paper" or "wide".
 * untrained: as wide, but the scores from which the permutation is computed stay random.
 
-The table has for arms random and best the training loss before and after the permutation, and the mean and minimum of
-this loss over all permutations; for every arm the loss at the end on at most 50,000 test rows; for arms paper, wide and
-untrained LocalSearch.distance, from the last soft permutation to the hard one.
+Columns of the table:
+
+* for arms random and best: the training loss before and after, and its mean and minimum over all permutations;
+* for every arm: the loss at the end, on at most 50,000 test rows;
+* for arms paper, wide and untrained: LocalSearch.distance, from the last soft permutation to the hard one.
 """
 
 from __future__ import annotations

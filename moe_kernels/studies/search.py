@@ -40,7 +40,7 @@ class Search(Study):
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to tune")
     trials: int = option(20, "random trials of a gate; the paper: 500", low=1)
     rows: int = option(0, "training rows, a fixed random choice; 0: all", low=0)
-    eval_rows: int = option(0, "largest number of validation and of test rows; 0: that of the training rows", low=0)
+    eval_rows: int = option(0, "largest number of validation and of test rows; 0: as many as training rows", low=0)
     epochs: int = option(100, "largest number of passes over the rows", low=1)
     patience: int = option(25, "a trial stops after so many epochs without a better validation loss", low=1)
     alpha: float = option(0.9, "weight of task 'watched' in the loss; the paper: 0.1 and 0.9", low=0, high=1)

@@ -2,9 +2,9 @@
 
 As in the paper, there are by default 500 pairs of inputs of length 100. An input has a random integer mu from 0 to 100
 and components from N(mu, 25). The networks have 10 hidden layers of 512 neurons. For every pair the study computes the
-cosine of the inputs, and means over 10 networks of two cosines: of the masks and of the masked activations, each of all
-hidden layers together. The paper draws 10 networks for every pair, as --fresh does; by default all pairs use the same
-10. p = 1 is the dense network, the baseline of Figure 2b.
+cosine of the inputs, that of the masks and that of the masked activations. The last two take all hidden layers together
+and are means over 10 networks. The paper draws 10 networks for every pair, as --fresh does; by default all pairs use
+the same 10. With the keep fraction p = 1 a network is dense: the baseline of Figure 2b.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Random:
 class SeededDraw:
     """Replaces the `rate` of a competition gate: decides from seed, layer and step whether the experts compete.
 
-    Returns 1 with the probability `rate` (if that is a function: `rate(step)`), else 0.
+    A call returns 1 or 0; the probability of 1 is `rate`, or `rate(step)` if `rate` is a function.
     """
 
     rate: float | Callable[[int], float]
@@ -223,7 +223,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Measures "test NAME", the test set's routing statistics and, if `validates`, measures "valid NAME"."""
+        """The measures "test NAME" and, if `validates`, "valid NAME"; also routing statistics of the test set."""
         row: Row = {}
         self.task.model.eval()
         if self.validates:
@@ -362,12 +362,16 @@ class RoutingStatistics:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """The values of `routing_columns`, from all layers; a sample is a token if tokens are routed.
+        """The values of `routing_columns`, from all layers; {} if nothing was routed.
 
-        Experts or neurons that a sample uses (mean over samples and layers); least and largest share of the samples
-        that use an expert or neuron; number of experts or neurons that no sample uses, over all layers; mean entropy of
-        the routers' distributions in nats, NaN without any. If several layers have distributions, also the entropy of
-        each. {} if nothing was routed.
+        If tokens are routed, "sample" here means a token.
+
+            experts or neurons       number that a sample uses, mean over samples and layers
+            least load, most load    least and largest share of the samples that use an expert or neuron
+            dead experts or neurons  number that no sample uses, over all layers
+            entropy                  mean entropy of the routers' distributions in nats; NaN if there are none
+
+        If several layers have distributions, "entropy 1", "entropy 2", ... are their means.
         """
         if not self.used:
             return {}

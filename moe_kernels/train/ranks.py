@@ -53,7 +53,7 @@ class Ranks:
         return ParallelRun(recipe, seed, data, ranks=self)
 
     def check(self, recipe: Recipe, data: Splits) -> Agreement:
-        """The agreement of these ranks with a SerialRun on the reference, for `check_steps` steps."""
+        """The agreement of these ranks with a SerialRun on backend "reference", for `check_steps` steps."""
         run, found = self.run(recipe, recipe.seed, data), [Agreement([])]
         if self.rank == 0:
             found = [

@@ -49,7 +49,7 @@ class Summary:
     metric: tuple[float, float]
     curve: tuple[float, float]  # mean of the metric over all evaluations
     loss: tuple[float, float]  # training loss of the task, without regularisers
-    seconds: float  # of a step: median over seeds and evaluations of the mean since the evaluation before
+    seconds: float  # of a step: mean between two evaluations; of these means the median over evaluations and seeds
     flops: float  # of a prediction for one sample
     routing: dict[str, float] = field(default_factory=dict)
     flops_known: float = math.nan  # with stored frozen masks
@@ -121,9 +121,9 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
 def legend(summaries: Sequence[Summary]) -> str:
     """The meaning of columns of `tables`, and the regularisers of each side that has some."""
     lines = [
-        "Mean ± standard deviation over the seeds. experts, neurons or used: mean number that a test sample or token",
-        "uses; load: share of the samples or tokens that use an expert or neuron; dead: number that none uses; entropy",
-        "of the routers in nats. FLOPs of one prediction, by torch's counter; the time of a step is a median.",
+        "Mean ± standard deviation over the seeds. experts, neurons or used: how many of them a test sample or token",
+        "uses on average; load: share of the samples or tokens that use an expert or neuron; dead: number that none",
+        "uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; ms/step is a median.",
     ]
     for each in summaries:
         if each.regularisers:
@@ -154,7 +154,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """Draws the metric and the training loss by step: for each side a line, the mean over the seeds, and their range.
+    """Draws the metric and the training loss by step: for each side the mean over its seeds, and a band of their range.
 
     Returns False, and draws nothing, without matplotlib.
     """

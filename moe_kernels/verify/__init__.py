@@ -1,9 +1,9 @@
 """Compares every kernel that can run here with its definition (backend "reference"): outputs and gradients.
 
 Outputs in Operation.exact must equal the definition's bit for bit: their error is the number of wrong elements. The
-error of any other output is the largest difference of an element from the definition in float64, over the largest
-finite magnitude there. It may be twice the error of the definition in the same dtype, plus Operation.floor epsilons of
-that dtype (of float64: 32 times as many).
+error of any other output is relative to the definition in float64: the largest difference of an element, divided by
+the largest finite magnitude of the definition's elements. It may be twice the error of the definition in the same
+dtype, plus Operation.floor epsilons of that dtype (of float64: 32 times as many).
 """
 
 from __future__ import annotations

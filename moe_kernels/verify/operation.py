@@ -41,8 +41,8 @@ def differentiated(
 ) -> Outputs:
     """Outputs of `call`, keyed by `names`, and gradients of those `leaves` that are in `inputs` and are not None.
 
-    Inputs whose names begin with "grad", sorted by name, are the gradients of those outputs that require a gradient, in
-    the order of `names`. `call` gets the other inputs and `fixed`.
+    An input whose name begins with "grad" is the gradient of an output: sorted by name, these inputs belong to the
+    outputs that require a gradient, in the order of `names`. `call` gets the other inputs and `fixed`.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}

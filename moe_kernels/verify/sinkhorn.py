@@ -1,4 +1,4 @@
-"""Cases of Sinkhorn: tau from 1 down to 1e-7, forbidden entries (-inf), and row and column sums with a tolerance."""
+"""Cases of Sinkhorn: tau from 1 down to 1e-7, forbidden entries (-inf), and given row and column sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    # At low temperatures p is nearly a matrix of zeros and ones, and gradients are mostly rounding errors over tau.
+    # For small tau p is nearly a matrix of zeros and ones, and gradients are mostly rounding errors divided by tau.
     leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
     return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
 
