@@ -165,7 +165,7 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Inside the block, backend "cuda" takes CPU tensors. With `order`, session.seed(order, errors=0) applies too."""
+    """Inside the block, backend "cuda" takes CPU tensors. `order` seeds the order of execution (session.seed)."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)

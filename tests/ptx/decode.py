@@ -149,7 +149,7 @@ class Decoder:
         return self._constants[key]
 
     def operand(self, text: str, size: int, floating: bool = False) -> int:
-        """The operand for a register, literal, variable or parameter; for `_`, an unused result, a register that
+        """The operand for a register, literal, variable or parameter. `_`, an unused result, gets a register that
         nothing reads."""
         place = self.place(text)
         if place is not None:

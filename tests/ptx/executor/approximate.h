@@ -29,9 +29,10 @@ inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   return displaced(exact, input, bound * std::fabs(exact), which);
 }
 
-// Largest errors in the PTX ISA: 1 ulp for rcp, 2 ulp for ex2, div.approx and div.full, where the constants below take
-// a relative 2^-23 for an ulp; relative 2^-23 for sqrt, 2^-22.9 for rsqrt and 2^-11 for tanh; 2^-22 for lg2, absolute
-// in (0.5, 2) and relative elsewhere; absolute 2^-20.5 for sin and cos in [-2 pi, 2 pi] (here everywhere).
+// Largest errors in the PTX ISA.
+// Relative: 1 ulp for rcp, 2 ulp for ex2, div.approx and div.full (here an ulp is 2^-23 of the result), 2^-23 for sqrt,
+// 2^-22.9 for rsqrt, 2^-11 for tanh, and 2^-22 for lg2 outside of (0.5, 2).
+// Absolute: 2^-22 for lg2 in (0.5, 2), 2^-20.5 for sin and cos in [-2 pi, 2 pi] (here everywhere).
 constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
 constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, rounded down
 

@@ -39,7 +39,7 @@ struct Agreement {
     u32 warp;  // the first warp that issued it
   };
   std::deque<Call> calls;         // wgmma that not all four warps have issued yet
-  u64 first = 0, issued[4] = {};  // issued: number of wgmma of each warp so far; first: number of them before calls[0]
+  u64 first = 0, issued[4] = {};  // issued: wgmma of each warp so far; first: wgmma that were removed from `calls`
 };
 
 // A barrier in shared memory. A phase waits for a number of arrivals and of copied bytes.

@@ -1,10 +1,10 @@
 // Shared memory: bounds, alignment, unwritten bytes, happens-before between warps and lanes, bank conflicts.
 //
-// Each warp has a vector clock, with an entry for each warp and each mbarrier of its block. A barrier gives its warps
-// the maximum of their vectors. For each word (of shared_grain bytes) the last writer and the clock of each warp's last
-// read are stored. Accesses of two lanes of a warp are ordered if the warp's own entry, its clock, rose between them. A
-// bar.warp.sync of all live lanes, a barrier, an arrival at an mbarrier and a fence.proxy.async raise the clock; a
-// shuffle or a vote does not.
+// Each warp has a vector clock, with an entry for each warp and each mbarrier of its block; the warp's own entry is
+// called its clock. A barrier gives its warps the maximum of their vectors. For each word (of shared_grain bytes) the
+// last writer and the clock of each warp's last read are stored. Accesses of two lanes of a warp are ordered if the
+// warp's clock rose between them. A bar.warp.sync of all live lanes, a barrier, an arrival at an mbarrier and a
+// fence.proxy.async raise the clock; a shuffle or a vote does not.
 #include <algorithm>
 
 #include "state.h"
