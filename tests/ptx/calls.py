@@ -18,8 +18,8 @@ SMALL = {"R": 64, "T": 256, "D": 128, "H": 128, "E": 8, "B": 4}
 
 
 def _shape(entry: Any, given: str) -> dict[str, Any]:
-    """The entry's first shape (of its "quick" ones, if there are any), with sizes limited to SMALL and R (rows, or
-    iterations of sinkhorn) = 64. Then `given`, such as "N=4096 p=0.1", replaces sizes."""
+    """The entry's first shape, a "quick" one if there is any. Its sizes are reduced to those of SMALL, and R (rows, or
+    sinkhorn's iterations) becomes 64. Then `given`, such as "N=4096 p=0.1", replaces sizes."""
     shapes = entry.shapes.get("quick") or next(iter(entry.shapes.values()))
     shape = dict(shapes[0])
     shape = entry.complete(shape, "cpu") | {name: min(n, SMALL[name]) for name, n in shape.items() if name in SMALL}

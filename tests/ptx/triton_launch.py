@@ -36,7 +36,7 @@ _gpu = GPUS[80]
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see the GPU GPUS[which], and _grouped_configs.loop returns `which`."""
+    """Inside the block, launches see the GPU GPUS[which], and Triton's grouped products run the inner loop for it."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu

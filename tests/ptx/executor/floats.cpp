@@ -58,8 +58,8 @@ struct Halves {
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // `once` is rounded to odd, so that the rounding to 16 bits is correct. An exception is bf16 with exponents so far
-    // apart that `exact` itself is rounded.
+    // `once` is rounded to odd, so that the rounding to 16 bits is correct. With bf16 the result can be wrong in the
+    // last bit if the exponents are so far apart that `exact` itself is rounded.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {
