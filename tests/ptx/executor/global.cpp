@@ -18,8 +18,8 @@ namespace {
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
 // Whether the last write of `word` happened before an access of this lane: the lane itself wrote, or a synchronization
-// is between. Within a warp this is a barrier, bar.warp.sync, arrival at an mbarrier or fence.proxy.async; between warps
-// of a block a barrier or mbarrier; between blocks atomics with .release, .acquire or .acq_rel.
+// is between. Within a warp this is a barrier, bar.warp.sync, arrival at an mbarrier or fence.proxy.async; between
+// warps of a block a barrier or mbarrier; between blocks atomics with .release, .acquire or .acq_rel.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);

@@ -52,8 +52,8 @@ struct SharedWord {
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
   u32 writing_lanes = 0;     // mask of the lanes that wrote it in the last write's instruction; for an atomic one lane
-  // The last read by a lane: its warp is `reader`, whose clock was reader_clock. reading_lanes: mask of the lanes of this
-  // warp that have read the word at this clock.
+  // The last read by a lane was by warp `reader` at its clock reader_clock. reading_lanes: mask of this warp's lanes
+  // that have read the word at this clock.
   u32 reading_lanes = 0;
   u32 reader_clock = ~0u;
   u8 reader = 0;
