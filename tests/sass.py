@@ -54,7 +54,7 @@ def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
         if (end - 1 not in goes or last.guard or "," in last.operands) and end < len(code):
             follows.append(block[end])
         successors.append(follows)
-    # Blocks that no branch reaches, in called functions and padding, get no successors: they make no loops.
+    # Blocks that cannot be reached from the first (padding, called functions) get no successors, so they make no loops.
     reached = _reached(successors)
     successors = [targets if reached >> each & 1 else [] for each, targets in enumerate(successors)]
     return [end - start for start, end in pairwise(bounds)], successors

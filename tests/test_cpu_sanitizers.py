@@ -61,7 +61,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
-    refused = "CUDA error 1$"  # tests/simt prints this if a launcher returns 1, even one of a CPU kernel
+    refused = "CUDA error 1$"  # tests/simt prints this if a launcher returns 1, also for CPU kernels
     for index in (2, -2, 2**31 - 1):
         with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
             mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")

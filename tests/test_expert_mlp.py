@@ -267,7 +267,7 @@ def test_flops_are_counted():
         counted.append(counter.get_total_flops())
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
     moving = 2 * rows * 10 + rows * 14  # combine in forward; in backward the sum over rows for the gradient to x
-    bias = 2 * rows * 10  # the gradient to b_out; the term of b_out in the gradient to the gate weights takes as much
+    bias = 2 * rows * 10  # for the gradient to b_out; the gate weights' gradient takes as many for its term with b_out
     least = 3 * products + moving + bias  # also if w_out is frozen: one kernel computes its gradient and b_out's
     assert counted == [least + bias, least, least]
 

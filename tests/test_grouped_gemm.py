@@ -165,7 +165,7 @@ def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
-# These run in float32 only with Triton without a GPU, to save compilations.
+# Skipped for Triton without a GPU, which runs these activations in float32 only, to save compilations.
 IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
 
 

@@ -1,11 +1,12 @@
 """Compares a case with the definition and minimises failing cases.
 
 As in `moe_kernels verify`, an output that need not be exact may have twice the error of the definition in the case's
-dtype, plus a floor in epsilons. Random inputs can contain denormal numbers and give sums that cancel, so for an output
-with a larger error the definition also runs on perturbed inputs, and `_difference` allows more.
+dtype, plus `floor` epsilons. An epsilon of float64 is multiplied by 32, because the exact outputs are float64 too.
 
-In `_difference`, 32 epsilons of the largest input are for sums whose exact value is nearly 0, and an epsilon of float64
-counts as 32, because the float64 output has rounding errors itself.
+Random inputs can contain denormal numbers and give sums that cancel. For an output with a larger error, `_difference`
+therefore also runs the definition on slightly perturbed inputs, and allows twice its largest error there. It adds
+EFFECT times the largest change of the exact output. For sums whose exact value is nearly 0 it adds 32 epsilons
+(float32's for 16-bit dtypes) of the largest input.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _fits_norms(spec: Spec) -> bool:
 
 
 def _loose(spec: Spec) -> float:
-    """Factor of the tolerance's floor; the derivative 1 - tanh^2 cancels near tanh = 1."""
+    """Factor of `Operation.floor`: 16 for tanh, whose derivative 1 - tanh^2 cancels near tanh = 1."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 

@@ -17,7 +17,7 @@ class Fuzzed:
     draw(draw): a random spec without the keys op, on (backend), dtype and seed.
     build(spec): the inputs.
     fits(spec): whether a simplified spec is valid for the operation.
-    loose(spec): factor of the tolerance's floor.
+    loose(spec): factor of `Operation.floor`, the epsilons that are always allowed.
     dtypes: names to draw from, repeated for a higher frequency.
     weight: frequency of the operation relative to others.
     own: how to run a function that is not in moe_kernels.verify.

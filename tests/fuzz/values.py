@@ -53,9 +53,8 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in a memory layout; "expanded" returns x[:1] repeated. Memory outside the returned view holds NaN.
-
-    For bfloat16 this memory holds the largest number: on CPUs with AMX torch.mm reads past a bfloat16 view.
+    """x in a memory layout; "expanded" returns x[:1] repeated. Memory outside the returned view holds NaN, or for
+    bfloat16 the largest number, because on CPUs with AMX torch.mm reads past a bfloat16 view.
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

@@ -206,7 +206,7 @@ def frozen_experts() -> None:
 
 
 def balance_over_ranks() -> None:
-    """With a process group each rank gets the loss of all tokens and `ranks` times its gradient, since DDP averages."""
+    """With a process group a rank gets the loss of all tokens. Gradients are `ranks` times as large: DDP averages."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))

@@ -120,8 +120,8 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over ranks. One process has a backward pass for each group of "ep" ranks: the ranks of a
-    group are added from last to first, then the groups from first to last."""
+    """The mean of a bucket over ranks, added in the order of one process, which runs one backward pass for each group
+    of "ep" ranks: within a group from the last rank to the first, then the groups from first to last."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
@@ -132,7 +132,7 @@ def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def narrow_fsdp() -> None:
-    """FSDP2 gathers parameters in bfloat16: in norm, each gradient is within 2 % of that of one process in float32."""
+    """With parameters gathered in bfloat16, gradients differ from one process in float32 by less than 2 % in norm."""
     mesh, one = mesh_of("2"), one_model(dist.get_world_size())
     mean_square(one(tokens())).backward()
     model, policy = sharded(mesh), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -18,7 +18,7 @@ TOKENS = torch.arange(T) % IDS
 def stages():
     """By name: a function that makes a layer, and one that changes the layer before a step.
 
-    In each layer some parameters take part in some of the nine steps only.
+    In each layer some parameters get gradients in only some of the nine steps.
     """
 
     def by_itself(layer, step):
