@@ -126,7 +126,7 @@ def kernels(source: Path, architecture: str) -> Codes:
 
 
 def table() -> dict[str, Any]:
-    """The version of nvcc, and by source its digest (`origin`) and, by architecture, the `row` of each kernel."""
+    """The version of nvcc; for each source its digest (`origin`) and, for each architecture, its kernels' `row`s."""
     return json.loads(TABLE.read_text())
 
 
@@ -147,7 +147,7 @@ def check(source: Path, architecture: str) -> None:
         codes = each["codes"]
         assert each["stack"] + each["local"] == 0, f"{name} spills: {each}"
         assert not any(code.startswith(("LDL", "STL")) for code in codes), name
-        # launch.cuh does not opt in if dynamic shared memory is at most 48 KiB - kStaticSharedBytes.
+        # A kernel with more static shared memory could exceed 48 KiB without the opt-in of launch.cuh.
         assert each["shared"] <= int(most[1]) * 1024, f"{name}: {each}"
         for pattern, wanted in INSTRUCTIONS.items():
             for instruction in wanted if re.fullmatch(pattern, name) else ():

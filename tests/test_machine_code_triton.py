@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 TABLE = Path(__file__).with_name("machine_code_triton.json")
 CAPABILITIES = (80, 90)
 COLUMNS = ("registers", "shared", "loop", "origin")
-SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}  # bytes per block. 80: of sm_86, which runs the same code
+SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}  # bytes per block; at 80 the limit of sm_86, which also runs this code
 
 # Pattern of kernel, dtype and call -> patterns of instructions that the code must have. Rows of EVEN elements are
 # multiples of 16 bytes.
@@ -64,7 +64,7 @@ PRODUCTS = {
     },
 }
 
-# Most bytes that may spill under another version of Triton than the table's, besides KNOWN.
+# Most bytes that a launch may spill if Triton's version is not the table's.
 SPILLED = {
     r"resident_fwd bfloat16: .* n=16 .*": 8,
     r"streamed_fwd .* n=1024 .*": 8,
@@ -73,7 +73,7 @@ SPILLED = {
 }
 
 
-# Most bytes that may spill under any version of Triton.
+# Most bytes that a launch may spill under every version of Triton.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,

@@ -323,7 +323,8 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
-    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: here are 1200 pairs."""
+    """Triton's priority routing reads 1024 pairs of a token and an expert at a time: `few` has 1200 pairs. Triton's
+    expert choice pads up to 2048 tokens: `many` has more."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)

@@ -266,7 +266,7 @@ def test_absolute_errors_of_approximate_instructions_are_bounded(name, exact, bo
     ("kind", "expected"), [("s32.f32", 0), ("u32.f32", 0), ("s64.f32", 1 << 63), ("u32.f64", 1 << 31)]
 )
 def test_nan_as_an_integer(kind, expected):
-    """0; if source or destination has 64 bits, the integer with only its highest bit set (PTX ISA 9.0, cvt)."""
+    """NaN becomes 0; if source or destination has 64 bits, only the highest bit of the integer is set (PTX ISA 9.0)."""
     to, source = ("%d6" if "64." in kind else "%r3"), ("%d5" if ".f64" in kind else "%f0")
     body = f"""
     ld.global.f32 %f0, [%d3];

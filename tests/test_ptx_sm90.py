@@ -411,7 +411,7 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     given = torch.randint(-(2**31), 2**31 - 1, (128,), dtype=torch.int32)
     out = test_ptx.run(body, given, out=torch.zeros(160, dtype=torch.int32))
     assert torch.equal(out[:128], given)
-    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of each lane's address
+    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of the row whose address each lane gives
     halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
     if transposed:  # row i, column j: lane 4 j + i // 2, half i % 2
         first = halves[row // 2, matrix, row % 2], halves[4 + row // 2, matrix, row % 2]

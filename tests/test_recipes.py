@@ -396,7 +396,7 @@ def test_the_number_of_evaluations_changes_nothing():
 
 
 def test_flops_include_attention():
-    """torch's counter omits attention on the CPU; run.flops() adds two products of 2 tokens^2 dim FLOPs a block."""
+    """torch's counter omits attention on the CPU; run.flops() adds 4 * tokens^2 * dim FLOPs for each block."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
     pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)

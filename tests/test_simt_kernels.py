@@ -83,7 +83,7 @@ TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 
 
 
 def trees() -> None:
-    """Inputs are multiples of 1/8: split and leaf logits are exact in any order."""
+    """Inputs are multiples of 1/8: split and leaf logits are exact in any order of summation."""
     for index, (tokens, dim, trees, experts) in enumerate(TREES):
         dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
         shapes = {
@@ -159,8 +159,8 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# (launcher, its pointers and strides, calls that it refuses). A call is the argument before the pointers, then those
-# after the strides, without the stream.
+# (launcher, its pointers and strides, calls that it refuses). A call has the argument before the pointers, then the
+# arguments after the strides, except the stream.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

@@ -24,7 +24,7 @@ def backend(request):
 
 
 def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Warp instructions by kernel: of the kernels that scale exp(scores / tau), then of those with logarithms."""
+    """Kernel -> executed warp instructions, for kernels that scale exp(scores / tau) and for those with logarithms."""
     scaled, logarithmic = {}, {}
     for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
         counted = counters.count(result)

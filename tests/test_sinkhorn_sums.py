@@ -26,8 +26,8 @@ def sizes(target: Target) -> tuple[int, ...]:
 def both(
     target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, place_grad=None, **settings
 ):
-    """(p, *gradients) on the target, then by the definition in float64. place, place_grad: functions that copy
-    the scores and grad, for the target into another memory layout."""
+    """(p, *gradients) on the target, then by the definition in float64. `place` and `place_grad` copy the target's
+    scores and grad into another memory layout."""
     found = []
     for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
         put, put_grad = (place, place_grad or place) if backend == target.backend else (torch.clone, torch.clone)
@@ -53,8 +53,8 @@ def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Scores, sums and a tolerance that shows a kernel that compares sum / prescribed sum, not the difference, with the
-    tolerance: its results differ by more than rounding."""
+    """Scores, sums and a tolerance. A kernel that wrongly compared sum / prescribed sum - 1 with the tolerance, not
+    sum - prescribed sum, would give results that are off by more than rounding."""
     leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
 
     def stopped(tolerance):
@@ -200,7 +200,7 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may compute zeros for a matrix that has a NaN. As exp(0) = 1, its sums would then be the prescribed n."""
+    """Kernels may compute a matrix with a NaN as if all scores were 0: as exp(0) = 1, its sums are the prescribed n."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)
         scores[1, 3, 2] = math.nan

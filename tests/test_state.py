@@ -111,7 +111,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """The mean of the indices `source` need not be one, so `source` is computed again from the mean of `assigned`."""
+    """The mean of permutations need not be one, so `source` is computed again from the mean of `assigned`."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))

@@ -90,7 +90,7 @@ def step(model: nn.Module, implementation: str) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the classes that called "counted", an experts implementation that calls that of moe_kernels."""
+    """Names of the classes that called the experts implementation "counted", which calls moe_kernels."""
     count = []
 
     def counted(*args):

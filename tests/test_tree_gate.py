@@ -73,7 +73,7 @@ def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True,
 
 
 def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
-    """Arguments with the pre-activations `split` (T, K, E-1) and `leaf` (T, K, E) as weights; x is the identity."""
+    """Arguments of K trees with the pre-activations `split` (T, K, E-1) and `leaf` (T, K, E); x is the identity."""
     eye = torch.eye(split.shape[0], dtype=split.dtype, device=split.device)
     return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
 
@@ -168,7 +168,7 @@ def test_five_experts_by_hand(target):
 
 
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
-    """Tuples (T, P, K, E)."""
+    """Tuples (tokens, dim, trees, experts)."""
     if target.executed:
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 40), (9, 4, 2, 80), (40, 4, 2, 64))
         own = ((19, 4, 1, 33), (9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024))
@@ -284,7 +284,7 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
             torch.testing.assert_close(gates, torch.tensor([[q, 1 - q, 0.0, 0.0]]))
             torch.testing.assert_close(to_leaf[0], q * (1 - q) * torch.tensor([-1.0, 1.0, 0.0, 0.0]))
             slope = 6 * 0.6 * 0.4
-            # dq/dh = q (1 - q) / (h (1 - h)); the probabilities h and 1 - h have gradients 1 and -2.
+            # The loss q + 2 * (1 - q) + h - 2 * (1 - h) has the derivative 3 - dq/dh with respect to h.
             expected = slope * (-q * (1 - q) / (h * (1 - h)) + 3)
             torch.testing.assert_close(to_split[0], torch.tensor([0.0, expected, 0.0]))
         else:

@@ -101,7 +101,7 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     # Of 32 leaves, 0, 8 and 16 are reached: the left-most ones below nodes 3, 4 and 2. The others have larger logits.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # reaches node 1 with u^2 (3 - 2 u), u = distance
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # node 1 has probability 3 * distance^2 = p
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
@@ -121,7 +121,7 @@ def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
     if reason := unsupported(target, "tf"):
         pytest.skip(reason)
     split, leaf = torch.full((1, 1, 7), -0.5), torch.zeros(1, 1, 8)
-    split[..., [0, 1, 3]], leaf[..., 0] = -0.49999994, 20.0  # three nodes go left with 3 u^2 = 1e-14
+    split[..., [0, 1, 3]], leaf[..., 0] = -0.49999994, 20.0  # three nodes go left with probability 1e-14
     arguments = identity(split.to(target.device), leaf.to(target.device))
     gates, leaf_probs = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend=target.backend)
     expected, _ = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend="reference")
@@ -138,7 +138,7 @@ def test_leaves_of_the_least_probability_that_counts(target, depth):
     if depth == 5 and target.executed and target.backend == "triton":
         pytest.skip("depth 5 is for CUDA, which has another kernel for 32 leaves; Triton would compile again")
     split, leaf = torch.zeros(1, 1, 2**depth - 1), torch.full((1, 1, 2**depth), -1000.0)
-    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # three nodes go left with 3 u^2 = 3.8e-13
+    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # three nodes go left with probability 3.8e-13
     split[..., 7] = 9.0 if depth == 5 else 0.0
     leaf[..., :2] = 0.0
     here = identity(split.to(target.device), leaf.to(target.device))

@@ -39,7 +39,8 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E). A tree has branches: subtrees of at most 31 nodes and leaves, whose products are skipped together.
+# (tokens, dim, trees, experts). A tree has branches, subtrees of at most 31 nodes and leaves: products are skipped for
+# whole branches.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
@@ -82,8 +83,8 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
 
 
 def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
-    """Allows one rounding to got's dtype, and `terms` roundings of `sizes`, the sums of the terms' magnitudes, in the
-    compute dtype. The latter count twice, since in float64 the sums in `exact` are rounded too.
+    """Allows one rounding to got's dtype plus 2 * terms roundings of `sizes`, the sums of the terms' magnitudes, in the
+    compute dtype. The factor 2 is for float64, where `exact` has such roundings too.
     """
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # subnormal numbers are evenly spaced
