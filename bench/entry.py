@@ -27,7 +27,8 @@ class Entry:
 
     shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (few shapes, which `bench gpu` measures first) and
         "scaling", in which one size grows by a factor of 128.
-    complete(shape, device type): the shape with its missing sizes; on a CPU some operations reduce tokens and experts.
+    complete(shape, device type): the shape with the sizes that it leaves out; on a CPU some operations take fewer
+        tokens and experts.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
     peers: by name, calls of compositions of PyTorch's operations. Peers of other packages are in bench/peers.py.

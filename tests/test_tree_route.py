@@ -189,7 +189,8 @@ def test_of_tokens_without_elements_the_biases_decide(target):
 
 
 def test_a_nan_is_likelier_than_one_met_after_it(target):
-    """One NaN node has probability 0.56, more than the best leaf with 0.44, so the weight is NaN. Another has 0.28."""
+    """One NaN node has probability 0.56, more than the best leaf with 0.44, so the weight is NaN. The
+    other NaN node has 0.28."""
     split = torch.tensor([[[0.04, NAN, 9.0, 0.0, 9.0, 9.0, 9.0, NAN]]], device=target.device)
     arguments = identity(split, torch.zeros(1, 1, 9, device=target.device))
     for backend in (target.backend, "reference"):

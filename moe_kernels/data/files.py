@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 GZIP = b"\x1f\x8b"
-LIMIT = 1 << 31  # most bytes of a file, of what it unpacks to, and of the decoded JPEGs of an .npz
+LIMIT = 1 << 31  # most bytes of a file and of what it unpacks to
 
 Kind = TypeVar("Kind", bound="Tensors")
 

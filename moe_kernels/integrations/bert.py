@@ -101,8 +101,8 @@ def load(folder: str | Path) -> BertWithExperts:
     """The BertForMaskedLM in a folder, without experts, in float32 and eval mode.
 
     Raises:
-        ValueError: a file or weight is missing or damaged, the model is a decoder or no BERT, or split_ffn does not
-            take its activation.
+        ValueError: a file or weight is missing or damaged, the model is a decoder or no BERT, or its activation is
+            not one of SPLIT_ACTIVATIONS.
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in WEIGHTS):

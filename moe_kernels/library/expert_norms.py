@@ -19,7 +19,7 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# On a GPU a group has at least one expert, and more only if no tensor of its rows has more elements than this.
+# Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
 ELEMENTS = 2**27
 
 
@@ -87,8 +87,8 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
 
 
 def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
-    """Gradients to x and the parameters of a group of experts, if the gradient to output row y_r is share_r y_r, as in
-    an expert MLP with output gradient y and gate weights `share`."""
+    """Gradients to x and the parameters of a group of experts, where the gradient to an output row y_r is share_r y_r:
+    the backward pass of an expert MLP with gate weights `share` and the gradient y."""
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None

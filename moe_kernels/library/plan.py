@@ -11,7 +11,7 @@ from moe_kernels.library._define import define, define_check, no_flops, refuse_o
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
     """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU, where a check would wait for the device, does
-    nothing: there ids outside [0, E) are no choice."""
+    nothing: there ids outside [0, E) count as -1."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 

@@ -251,7 +251,8 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the n ranks of a group; x if group is None. x gets the mean's gradient, not divided by n."""
+    """The mean of x over the n ranks of a group; x if group is None. The gradient of the result goes to x
+    unchanged, not divided by n."""
     if group is None:
         return x
     mean = x.detach() / group.size()

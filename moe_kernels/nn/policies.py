@@ -30,8 +30,8 @@ class TokenChoice:
         factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
             summed gate weight: Batch Prioritized Routing (V-MoE, paper 003).
-        order: "choice" or "token", as in make_plan; None is "choice" with a capacity, else "token". Without a capacity
-            it only decides the order of an expert's rows.
+        order: "choice" visits the first choices of all tokens, then the second ones; "token" all choices of a token at
+            a time. None is "choice" with a capacity, else "token".
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
         group: number of consecutive tokens that compete for capacity. The capacity is computed with T = group, also
             for a smaller last group. None: all tokens compete.
@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        # In torch.jit.trace T is a tensor, which check_int refuses: the trace would hold the capacity as a constant.
+        # Refuses torch.jit.trace, where T is a tensor: the trace would hold the capacity as a constant.
         check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group

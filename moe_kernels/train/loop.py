@@ -99,7 +99,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
     parameters: int = 0
-    best: dict[str, Any] | None = None  # the model's state dict on the CPU at evaluation `chosen`, if `validates`
+    best: dict[str, Any] | None = None  # the state dict on the CPU at evaluation self.chosen, if self.validates
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
     terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before
 
@@ -258,7 +258,8 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        A multiply-add is two FLOPs. grouped_gemm counts the rows in use, expert_mlp all rows of its plan.
+        A multiply-add is two FLOPs. grouped_gemm counts the rows that experts use, expert_mlp all rows
+        that its plan allocates.
         known: whether to predict with what is stored for test samples, such as frozen masks.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
@@ -322,7 +323,8 @@ def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest
     return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
 
 
-setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 torch passes tensors, not shapes; mypy rejects an assignment
+# torch's counter then passes tensors, not shapes. mypy rejects an assignment.
+setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:

@@ -21,8 +21,8 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes of shared memory that a block can have on an A100
-# In a larger Extent (a tensor with large strides can span terabytes) neither the sectors that were read or written nor
-# conflicting accesses are recorded.
+# Largest memory range of a tensor (large strides may span terabytes) in which sectors and conflicting accesses are
+# recorded.
 MAX_COUNTED_BYTES = 2**30
 FINDINGS = 12  # at most so many different errors of a launch are described
 

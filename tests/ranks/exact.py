@@ -28,7 +28,7 @@ class Model(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.first, self.layer = nn.Linear(D, D), layer
-        self.scale = nn.Parameter(torch.ones(1))  # fully_shard gives its one element to one rank
+        self.scale = nn.Parameter(torch.ones(1))  # one element: with fully_shard only one rank has it
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         h = self.first(x)

@@ -17,7 +17,7 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// kPairs<T>: whether the code of this instruction set (MOE_ISA) can multiply pairs with sums of type T.
+// kPairs<T>: whether the code of this instruction set (MOE_ISA) can multiply pairs and add the products to sums of T.
 // multiplies_pairs(): whether kPairs<float> holds and this processor has AVX512-BF16.
 #if defined(__AVX512F__)
 template <class T>
@@ -111,7 +111,7 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count) {
-  // Indices for a permutation that interleaves a and b from element `first` on. Element i of b has index 32 + i.
+  // Indices that interleave two vectors from element `first` on. Element i of the second vector has index 32 + i.
   const auto interleaved = [](int first) {
     typename VecOf<int16_t>::type at;
     for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);

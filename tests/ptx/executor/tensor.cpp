@@ -4,8 +4,8 @@
 
 namespace {
 
-// Operands: the destinations, then each lane's address of a row: lanes 8 q to 8 q + 7 have those of matrix q. elements:
-// number of matrices; flag: transposed.
+// Operands: the destinations, then each lane's address of a row. Lanes 8 q to 8 q + 7 have the rows of matrix q. Of the
+// record, `elements` is the number of matrices, and `flag` says that they are transposed.
 Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
