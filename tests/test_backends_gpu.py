@@ -39,7 +39,7 @@ def test_a_driver_older_than_the_toolkit_is_refused():
     message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
     assert reason_against("8.0", driver=12080) == message
     assert reason_against("9.0", driver=12040, built_with=12080) is None  # any driver for CUDA 12 runs it
-    message = "a driver for CUDA 12.8 must compile the PTX here, not one for 12.4: update it"
+    message = "a driver for CUDA 12.8 must compile the PTX, not one for 12.4: update it"
     assert reason_against("10.0", driver=12040, built_with=12080) == message
 
 

@@ -48,7 +48,7 @@ def unsupported(target: str, architectures: str, built_with: int, driver: int) -
     if only_ptx and driver >= built_with:
         return None
     if only_ptx:
-        return f"a driver for CUDA {version(built_with)} must compile the PTX here, not one for {version(driver)}: update it"
+        return f"a driver for CUDA {version(built_with)} must compile the PTX, not one for {version(driver)}: update it"
     return f"it was built for capability {architectures}; this GPU has {found[0]}.{found[1]}"
 
 
