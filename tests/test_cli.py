@@ -92,7 +92,7 @@ def test_the_table_prints_on_an_ascii_terminal(tmp_path) -> None:
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert b"Mean ? spread over the seeds" in done.stdout
+    assert b"Mean ? standard deviation over the seeds" in done.stdout
     assert (tmp_path / "run.json").is_file()
 
 
