@@ -19,7 +19,7 @@ def ratings() -> Ratings:
 
 
 def table() -> Table:
-    """Rows with 21 inputs, of which the first 14 determine the 7 targets."""
+    """Rows with 21 inputs. The first 14 determine the 7 targets."""
     x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
     y = torch.tanh(x[:, :7] + x[:, 7:14])
     return Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))

@@ -249,3 +249,20 @@ def test_cases_have_special_values_and_all_options() -> None:
 def test_the_experts_of_make_bench_agree_with_the_reference(op: str) -> None:
     row = verify.check(op, "cpu", torch.float32, "cpu", small=False)
     assert row.verdict == "ok", row.note
+
+
+@pytest.mark.parametrize(
+    ("x", "verdict"),
+    [([3.0], "ok"), ([1000.0], "FAILED"), ([], "FAILED")],  # the square of 1000 overflows float16
+    ids=["finite", "the reference overflows", "no cases"],
+)
+def test_a_verification_that_could_show_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch, x: list[float], verdict: str
+) -> None:
+    def run(inputs: dict[str, Any], backend: str) -> dict[str, torch.Tensor]:
+        return {"y": inputs["x"].square()}
+
+    cases = [("a case", {"x": torch.tensor([each], dtype=torch.float16)}) for each in x]
+    operation = verify.Operation(lambda *args: iter(cases), run, frozenset(), 1.0)
+    monkeypatch.setitem(verify.OPERATIONS, "square", operation)
+    assert verify.check("square", "cpu", torch.float16, "cpu").verdict == verdict

@@ -105,8 +105,7 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """For output gradients of 1 the gradient to b_out is the sum of the gate weights, each of which
-    bfloat16 would round to 1."""
+    """For output gradients of 1 the gradient to b_out is the sum of the gate weights. bfloat16 rounds each to 1."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000

@@ -458,7 +458,7 @@ def test_results_do_not_depend_on_threads():
         (lambda s: mk.sinkhorn(s, 2.0), TypeError, "sinkhorn: iterations must be an int, got float"),
         (lambda s: mk.sinkhorn(s, 2, tau=0), ValueError, "sinkhorn: tau must be above 0 .* got 0"),
         (lambda s: mk.sinkhorn(s, 2, tau=NAN), ValueError, "sinkhorn: tau must be above 0 .* got nan"),
-        (lambda s: mk.sinkhorn(s, 2, tau=10**400), ValueError, "sinkhorn: tau must be finite in float64, got 1000"),
+        (lambda s: mk.sinkhorn(s, 2, tau=10**400), ValueError, "tau must be finite in float64, got a larger int"),
         (lambda s: mk.sinkhorn(s, 2, tau="1"), TypeError, "sinkhorn: tau must be a number, got str"),
         (lambda s: mk.sinkhorn(s, 2, anneal_from=0.5), ValueError, "sinkhorn: anneal_from must be at least tau = 1"),
         (lambda s: mk.sinkhorn(s, 2, gradient="exact"), ValueError, "sinkhorn: gradient must be one of 'unrolled'"),

@@ -96,7 +96,7 @@ def load(name_or_path: str | Path) -> Dataset:
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt or its .gz; enwik8 or text8, plain, .gz or .zip; the files of wikitext
             a file      if it has samples of a set above: that set, whatever else is in the folder; any other .txt or
-                        .txt.gz: a text, of which 90 % are for training, 5 % for validation and 5 % for the test
+                        .txt.gz: a text: 90 % for training, 5 % for validation, 5 % for the test
 
     Raises:
         ValueError: there is no such path, no set or several sets there, or a file does not contain what its name says.

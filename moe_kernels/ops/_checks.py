@@ -158,7 +158,7 @@ def _number(op: str, name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{op}: {name} must be finite in float64, got {value}") from None
+        raise ValueError(f"{op}: {name} must be finite in float64, got a larger {type(value).__name__}") from None
 
 
 def check_size(op: str, name: str, value: object) -> int:

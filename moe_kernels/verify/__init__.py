@@ -139,8 +139,7 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
                     found = operation.run(inputs, backend)
                 for output, error, allowed in _errors(operation, inputs, found):
-                    # If the reference overflows, an infinite error would be allowed: such a case fails.
-                    excess = error / allowed if 0 < allowed < math.inf else math.inf if error or allowed else 0.0
+                    excess = _excess(error, allowed)
                     if excess > worst[0]:
                         worst = (excess, error, allowed, f"worst: {output} of {name}")
     except Exception as raised:
@@ -153,6 +152,13 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
 
 def error_text(raised: Exception) -> str:
     return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+
+
+def _excess(error: float, allowed: float) -> float:
+    """error / allowed; infinite if no error is allowed, or any because the reference overflows."""
+    if error == allowed == 0:
+        return 0.0
+    return error / allowed if 0 < allowed < math.inf else math.inf
 
 
 def _is_large(inputs: Inputs) -> bool:
