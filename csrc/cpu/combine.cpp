@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kSpan = 256;  // elements of a token computed at a time
 
 template <class F>
-void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y, int64_t tokens,
-             int64_t k, int64_t dim, int threads) {
+void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
+             int64_t tokens, int64_t k, int64_t dim, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
   const auto* weight = static_cast<const Wide*>(weights);

@@ -45,11 +45,12 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
 // to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). Rows of a are a_row elements
 // apart; rows of `columns` are `apart` elements apart.
 template <class T, class In>
-MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns, int64_t apart,
-                                       int64_t count, int64_t depth) {
+MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns,
+                                       int64_t apart, int64_t count, int64_t depth) {
   int64_t j = 0;
   for (; j + kDots <= count; j += kDots)
-    for (int64_t i = 0; i < rows; ++i) dots<kDots>(to + i * count + j, a + i * a_row, columns + j * apart, apart, depth);
+    for (int64_t i = 0; i < rows; ++i)
+      dots<kDots>(to + i * count + j, a + i * a_row, columns + j * apart, apart, depth);
   for (; j < count; ++j)
     for (int64_t i = 0; i < rows; ++i) dots<1>(to + i * count + j, a + i * a_row, columns + j * apart, apart, depth);
 }

@@ -22,16 +22,17 @@ bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32
 
 // Returns 1 if grouped_gemm_fwd or combine_fwd refuses the given plan, or if no plan is given and an expert is below
 // -1. Else returns 0.
-int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in, int64_t in_stride_e,
-                   int64_t in_stride_k, int64_t in_stride_j, const void* b_in, const void* w_out, int64_t out_stride_e,
-                   int64_t out_stride_k, int64_t out_stride_j, const void* b_out, int activation,
+int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in,
+                   int64_t in_stride_e, int64_t in_stride_k, int64_t in_stride_j, const void* b_in, const void* w_out,
+                   int64_t out_stride_e, int64_t out_stride_k, int64_t out_stride_j, const void* b_out, int activation,
                    const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int index_size,
-                   const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y, int64_t tokens,
-                   int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim,
-                   int64_t dout, int threads) {
+                   const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y,
+                   int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width,
+                   int64_t hidden_dim, int64_t dout, int threads) {
   if (index_size > 0) {  // no plan is given (experts != nullptr would not tell: an empty tensor's address is null)
     const auto take = [&](int64_t count) { return (scratch += count) - count; };
-    int32_t *const choices = take(num_rows), *const counts = take(k * num_experts), *const offsets = take(num_experts + 1);
+    int32_t *const choices = take(num_rows), *const counts = take(k * num_experts),
+                   *const offsets = take(num_experts + 1);
     int32_t *const token = take(num_rows), *const choice = take(num_rows), *const slot = take(num_rows);
     int32_t *const requested = take(num_experts), *const kept = take(num_experts), *const dropped = take(1);
     const auto read = index_size == 8 ? read_choices<int64_t> : read_choices<int32_t>;
@@ -40,12 +41,13 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
                   num_experts, num_rows, num_rows, 1, 1);
     expert_offsets = offsets, row_token = token, slot_row = slot;
   }
-  const int refused =
-      grouped_gemm_fwd(dtype, x, x_stride, row_token, w_in, in_stride_e, in_stride_k, in_stride_j, nullptr, dtype,
-                       expert_offsets, num_experts, din, width, b_in, activation, activated, pre, num_rows, tokens, threads);
+  const int refused = grouped_gemm_fwd(dtype, x, x_stride, row_token, w_in, in_stride_e, in_stride_k, in_stride_j,
+                                       nullptr, dtype, expert_offsets, num_experts, din, width, b_in, activation,
+                                       activated, pre, num_rows, tokens, threads);
   if (refused) return 1;
-  grouped_gemm_fwd(dtype, activated, hidden_dim, nullptr, w_out, out_stride_e, out_stride_k, out_stride_j, nullptr, dtype,
-                   expert_offsets, num_experts, hidden_dim, dout, b_out, 0, rows, nullptr, num_rows, num_rows, threads);
+  grouped_gemm_fwd(dtype, activated, hidden_dim, nullptr, w_out, out_stride_e, out_stride_k, out_stride_j, nullptr,
+                   dtype, expert_offsets, num_experts, hidden_dim, dout, b_out, 0, rows, nullptr, num_rows, num_rows,
+                   threads);
   return combine_fwd(dtype, rows, dout, weights, slot_row, y, tokens, k, num_rows, dout, threads);
 }
 

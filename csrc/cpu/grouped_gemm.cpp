@@ -93,11 +93,13 @@ struct WeightGradient {
   void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, T(0));
-    const bool in_place = x.kind.same_type && x.token == nullptr;  // the tiles of the first panel then pack x into block
+    // If in place, the tiles of the first panel pack x into block.
+    const bool in_place = x.kind.same_type && x.token == nullptr;
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k, next = row + depth;
       const int64_t more = std::min(kDepth, groups.used() - next);
-      Prefetcher prefetcher{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.same_type && k == 0};
+      Prefetcher prefetcher{
+          {grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.same_type && k == 0};
       if (in_place && k + depth < rows) {  // columns [start, start + count) of the next rows
         const int64_t size = x.kind.size;
         prefetcher.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
@@ -131,13 +133,14 @@ struct WeightGradient {
       const int64_t used_rows = std::min(2 * depth, rows - 2 * k), next = row + used_rows;
       const int64_t more = std::min(2 * kPairDepth, groups.used() - next);
       const bool last = k + depth == pairs;
-      Prefetcher prefetcher{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
+      Prefetcher prefetcher{
+          {grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
       if (!last) x.prefetch_pairs(prefetcher, 2, next, start, count + 32);
       else x.prefetch_pairs(prefetcher, 2, groups.first(e), start + count, count + 32);  // for the next block of dW
       for (int64_t r = 0; r < used_rows; r += kPairedRows)
         for (int64_t i = 0; i < count; i += kPackRows)
-          x.pair(block + i * depth + r / 2 * kPackRows, kPackRows, row + r, std::min(kPairedRows, used_rows - r), start + i,
-                 std::min<int64_t>(kPackRows, count - i));
+          x.pair(block + i * depth + r / 2 * kPackRows, kPackRows, row + r, std::min(kPairedRows, used_rows - r),
+                 start + i, std::min<int64_t>(kPackRows, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
         if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, 0);
@@ -223,8 +226,8 @@ T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
 // For each row, with h = act(pre), w = row_weight, dy = the row of gemm.x and a = dy W_out^T: dpre = w a act'(pre),
 // weighted = w h, drow_weight = <h, a> + <b_out, dy>.
 template <class T>
-void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
-                     char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
+void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre,
+                     int activation, char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
   const Elements<T>& kind = gemm.x.kind;
   const ActivationRow<T> act = activation_of<T>(activation);
   const int64_t hidden = gemm.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;

@@ -124,7 +124,7 @@ struct GroupedGemm {
   // term, the next columns; after the last column, the first panel of later.expert if that is another expert.
   // rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
-                          int rows_of_step) const {
+                           int rows_of_step) const {
     const char* weight = weight_of(span);
     if (k + depth < din) {
       k += depth;
@@ -136,7 +136,8 @@ struct GroupedGemm {
     }
     const int64_t size = x.kind.size;
     weight += (k * stride_k + j * stride_j) * size;
-    if (stride_j == din && din <= depth) prefetcher.prefetch(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
+    if (stride_j == din && din <= depth)
+      prefetcher.prefetch(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
     else if (stride_j != 1) prefetcher.prefetch(0, weight, stride_j * size, std::min(depth, din - k) * size);
     else prefetcher.prefetch(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
   }
@@ -177,7 +178,8 @@ struct GroupedGemm {
         prefetch_next_panel(prefetcher, span, later, k, j, kDepth, 1);
         if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
         const Left<T> rows_from{a + k, a_row, 1};
-        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(prefetcher);
+        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(
+            prefetcher);
       }
     }
   }
@@ -193,12 +195,14 @@ struct GroupedGemm {
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);
     Left<Bf16Pair> a{rows, pairs, 1};
     const char* const from = x.token == nullptr ? x.x + 2 * span.first * x.stride : x.x;
-    if (x.token == nullptr && din % 2 == 0 && x.stride % 2 == 0 && reinterpret_cast<uintptr_t>(from) % sizeof(Bf16Pair) == 0)
+    if (x.token == nullptr && din % 2 == 0 && x.stride % 2 == 0 &&
+        reinterpret_cast<uintptr_t>(from) % sizeof(Bf16Pair) == 0)
       a = {reinterpret_cast<const Bf16Pair*>(from), x.stride / 2, 1};
     else
       pair_neighbours(rows, from, x.stride, x.token == nullptr ? nullptr : x.token + span.first, span.rows, din);
     const char* const columns = weight_of(span);
-    if (by_dots(span) && din % 2 == 0 && stride_j % 2 == 0 && reinterpret_cast<uintptr_t>(columns) % sizeof(Bf16Pair) == 0) {
+    if (by_dots(span) && din % 2 == 0 && stride_j % 2 == 0 &&
+        reinterpret_cast<uintptr_t>(columns) % sizeof(Bf16Pair) == 0) {
       multiply_few(sums, a.at, a.row, span.rows, reinterpret_cast<const Bf16Pair*>(columns), stride_j / 2, dout, pairs);
       if (rounded != nullptr) x.kind.narrow(rounded, sums, span.rows * dout);
       return;

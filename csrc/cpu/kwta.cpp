@@ -304,7 +304,8 @@ void forward(const Call& c) {
 }
 
 template <class Bits>
-void backward(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n, int threads) {
+void backward(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
+              int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     const Bits* in = static_cast<const Bits*>(grad) + r * grad_stride;
@@ -316,10 +317,11 @@ void backward(const void* grad, int64_t grad_stride, const int32_t* bits, void* 
 
 }  // namespace
 
-void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, int64_t values_stride, void* y, int32_t* bits,
-              uint8_t* mask, int64_t rows, int64_t n, int64_t k, int ties, float quantile, int threads) {
-  const Call call{x,    x_stride, values ? values : x, values ? values_stride : x_stride, y, bits, mask, rows, n, k,
-                  Ties(ties), quantile, threads};
+void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, int64_t values_stride, void* y,
+              int32_t* bits, uint8_t* mask, int64_t rows, int64_t n, int64_t k, int ties, float quantile, int threads) {
+  const Call call{
+      x,        x_stride, values ? values : x, values ? values_stride : x_stride, y, bits, mask, rows, n, k, Ties(ties),
+      quantile, threads};
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
@@ -330,8 +332,8 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   });
 }
 
-void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
-              int threads) {
+void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows,
+              int64_t n, int threads) {
   expect_pages(dx, rows * n * element_size);
   switch (element_size) {
     case 2: return backward<uint16_t>(grad, grad_stride, bits, dx, rows, n, threads);

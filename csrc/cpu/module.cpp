@@ -33,7 +33,8 @@ py::tuple available_isas() {
 void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by_isa) {
   m.def(name, [name, by_isa](size_t isa, bool release, const py::args& args) {
     const moe::Launcher& launcher = by_isa.at(isa);
-    const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    const auto arguments =
+        moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
     // Short calls keep the GIL: taking it back from another thread may take sys.getswitchinterval(), 5 ms by default.
     const auto released = release ? std::make_optional<py::gil_scoped_release>() : std::nullopt;
     return launcher.call(arguments.data());

@@ -155,8 +155,8 @@ struct Cutoff {
 
 // Assigns tokens to experts [first, last). keys: scratch, (kColumns, tokens rounded up to a multiple of kMaskBits).
 template <class F>
-void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
-          int64_t num_experts, int64_t capacity, typename F::Key* keys) {
+void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan,
+                   int64_t tokens, int64_t num_experts, int64_t capacity, typename F::Key* keys) {
   using Key = typename F::Key;
   const int64_t padded = mask_words(tokens) * kMaskBits, columns = last - first;
   for (int64_t start = 0; start < padded; start += kMaskBits)
@@ -262,9 +262,9 @@ class Matching {
 
 // Returns 1 and writes nothing if an id is neither an expert nor -1, else 0.
 int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
-                   int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
-                   int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
-                   int64_t rows, int by_choice, int threads) {
+                  int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
+                  int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts,
+                  int64_t capacity, int64_t rows, int by_choice, int threads) {
   const bool known = index_size == 8 ? within(static_cast<const int64_t*>(experts), tokens * k, num_experts)
                                      : within(static_cast<const int32_t*>(experts), tokens * k, num_experts);
   if (!known) return 1;
@@ -275,9 +275,9 @@ int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int
 }
 
 void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,
-                            int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested, int32_t* kept,
-                            int32_t* dropped, int64_t tokens, int64_t num_experts, int64_t capacity, int64_t rows,
-                            int threads) {
+                            int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
+                            int32_t* kept, int32_t* dropped, int64_t tokens, int64_t num_experts, int64_t capacity,
+                            int64_t rows, int threads) {
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
   std::fill(requested, requested + num_experts, int32_t(std::min(capacity, tokens)));
   write_offsets(plan, num_experts, capacity, rows);
@@ -288,13 +288,13 @@ void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void*
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t worker = 0; worker < threads; ++worker)
       for (int64_t first = worker * kColumns; first < num_experts; first += threads * kColumns)
-        choose_tokens<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan, tokens,
-                num_experts, capacity, static_cast<Key*>(keys) + worker * room);
+        choose_tokens<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan,
+                         tokens, num_experts, capacity, static_cast<Key*>(keys) + worker * room);
   });
 }
 
-void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts, int32_t* requested,
-                       int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity, int) {
+void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts,
+                       int32_t* requested, int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity, int) {
   std::fill(requested, requested + num_experts, 0);
   std::fill(kept, kept + num_experts, 0);
   with_format(dtype, [&](auto format) {

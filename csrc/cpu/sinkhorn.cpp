@@ -126,7 +126,8 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
   const Staged scores(c.n, &arena), grad(c.grad == nullptr ? 0 : c.n, &arena);
   for (int64_t m = first * Staged::group; m < std::min(end * Staged::group, c.batch); m += Staged::group) {
     const int64_t count = std::min(Staged::group, c.batch - m);
-    scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count);
+    scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row,
+                            count);
     const auto forms = scores.classify(c.taus(0), c.sums.rows == nullptr && c.taus.constant(), count);
     scores.pad(-std::numeric_limits<Wide>::infinity());
     if (c.grad != nullptr) {
@@ -147,10 +148,12 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
 
 template <class F, bool packed>
 void run(const Call& c, int threads) {
-  const int64_t groups = (c.batch + Stage<packed, typename F::Wide>::group - 1) / Stage<packed, typename F::Wide>::group;
+  const int64_t groups =
+      (c.batch + Stage<packed, typename F::Wide>::group - 1) / Stage<packed, typename F::Wide>::group;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker)
-    work<F, packed>(c, worker * groups / threads, (worker + 1) * groups / threads, c.scratch + worker * c.scratch_stride);
+    work<F, packed>(c, worker * groups / threads, (worker + 1) * groups / threads,
+                    c.scratch + worker * c.scratch_stride);
 }
 
 void run(int dtype, const Call& c, int threads) {

@@ -30,7 +30,9 @@ inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> tota
 }
 
 // `most`, or 0 if it is not above the lowest finite double: a maximum of -inf becomes 0.
-inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
+inline Vec<double> finite(Vec<double> most) {
+  return most > -std::numeric_limits<double>::max() ? most : Vec<double>{};
+}
 
 template <bool packed>
 struct Sums {
@@ -69,7 +71,8 @@ struct Potentials {
   Potentials(int64_t n, int64_t width, Arena arena)
       : row_anchor(RowValues<packed, double>::take(n, &arena)), row_log(RowValues<packed, double>::take(n, &arena)),
         f(RowValues<packed, double>::take(n, &arena)), column_anchor(arena.take<double>(width)),
-        column_log(arena.take<double>(width)), g(arena.take<double>(width)), updated(arena.take<double>(kLanes<double>)) {}
+        column_log(arena.take<double>(width)), g(arena.take<double>(width)),
+        updated(arena.take<double>(kLanes<double>)) {}
 
   static int64_t bytes(int64_t n, int64_t width) {
     return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
@@ -96,7 +99,8 @@ struct Potentials {
 
   // Logarithms of the matrix elements in vector j of row i: after the row step of an iteration (g_before: g before the
   // iteration), and after its column step.
-  Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
+  Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j,
+                                  double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
   Vec<double> log_columns_normalised(Vec<double> score, int64_t i, int64_t j, double inv_tau) const {
@@ -127,7 +131,7 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
 // before the first iteration, since an iteration ends with the columns.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
-            const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
+                   const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
   const double inv_tau = 1 / tau;
   Vec<double> most = first ? columns_error(part, inv_tau, sums) : Vec<double>{};
   for (int64_t i = 0; i < part.n; ++i) {
@@ -157,7 +161,8 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
     take_log(&most, &log_sum, sums == nullptr ? total : total / sums->rows[i]);
     p.row_anchor.set(i, most), p.row_log.set(i, log_sum), p.f.set(i, most + tau * log_sum);
   }
-  for (int64_t j = 0; j < part.blocks; ++j) store(p.column_anchor + j * w, lowest), store(p.column_log + j * w, Vec<double>{});
+  for (int64_t j = 0; j < part.blocks; ++j)
+    store(p.column_anchor + j * w, lowest), store(p.column_log + j * w, Vec<double>{});
   for (int64_t i = 0; i < part.n; ++i) {
     const Vec<double> f = p.f[i];
     for (int64_t j = 0; j < part.blocks; ++j)
@@ -188,7 +193,8 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
 // Stops early after an iteration that updated no matrix. Returns the number of iterations done.
 // state(t): the Potentials after iteration t; t = -1: before the first.
 template <bool packed, class Wide, class State>
-int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
+int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums,
+                    State state) {
   state(-1).clear(part.n, part.width());
   int64_t t = 0;
   for (; t < taus.iterations() && any_from(load(state(t - 1).updated), 1.0); ++t)
@@ -200,7 +206,8 @@ template <bool packed, class Wide>
 void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, Arena arena) {
   if (!part.wanted) return;
   const auto state = [&](int64_t t) {  // two buffers, used alternately
-    return Potentials<packed>(part.n, part.width(), arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
+    return Potentials<packed>(part.n, part.width(),
+                              arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
   };
   const Potentials<packed> p = state(iterate_all(part, taus, sums, state) - 1);
   const double inv_tau = 1 / taus(taus.iterations() - 1);

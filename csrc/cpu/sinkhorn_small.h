@@ -125,7 +125,8 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
         df[i] = V{};
       }
 #pragma GCC unroll 4
-      for (int j = 0; j < n; ++j) y[j] = -State::sum_of([&](int i) { return s.at(i, j, p) * x[i]; }) * (before[j] * before[j]);
+      for (int j = 0; j < n; ++j)
+        y[j] = -State::sum_of([&](int i) { return s.at(i, j, p) * x[i]; }) * (before[j] * before[j]);
 #pragma GCC unroll 4
       for (int i = 0; i < n; ++i) {
         const V u = load(saved(t, 1, i, p));

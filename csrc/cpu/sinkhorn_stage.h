@@ -69,7 +69,8 @@ struct Stage {
   int64_t n, row;  // matrices are n x n; row: numbers in a row of `data`
   Wide* data;
 
-  Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
+  Stage(int64_t n, Arena* arena)
+      : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
 
   // Address of element (i, j) of the matrices of a Part if packed, else of the j-th vector of row i.
   template <class T>
@@ -210,7 +211,8 @@ class Part {
   int64_t part, n, blocks;  // blocks: vectors in a row; n if packed
   bool wanted = false;      // whether a matrix has form `one` or `other`
 
-  Part(const Stage<packed, Wide>& scores, int64_t part, const Forms<Stage<packed, Wide>::group>& forms, Form one, Form other)
+  Part(const Stage<packed, Wide>& scores, int64_t part, const Forms<Stage<packed, Wide>::group>& forms, Form one,
+       Form other)
       : scores(scores), part(part), n(scores.n), blocks(packed ? scores.n : scores.row / kLanes<T>) {
     if (!forms.has(one) && !forms.has(other)) return;
     for (int l = 0; l < (packed ? kLanes<T> : 1); ++l) {

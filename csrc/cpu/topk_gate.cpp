@@ -124,10 +124,11 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
 }  // namespace
 
 void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,
-                   int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first, int threads) {
+                   int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first,
+                   int threads) {
   with_format(dtype, [&](auto format) {
-    forward<decltype(format)>(logits, stride, weights, experts, static_cast<char*>(scratch), scratch_stride, tokens, num_experts,
-                              k, softmax_first != 0, threads);
+    forward<decltype(format)>(logits, stride, weights, experts, static_cast<char*>(scratch), scratch_stride, tokens,
+                              num_experts, k, softmax_first != 0, threads);
   });
 }
 

@@ -37,7 +37,8 @@ inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_cl
 struct Leaves {
   int64_t experts, deepest, deep;  // deepest: first node of the deepest level, which has `deep` leaves
 
-  explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
+  explicit Leaves(int64_t experts)
+      : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 

@@ -50,7 +50,8 @@ struct TokenBuffers {
 
   void read(const Key* split_logits, const Key* leaf_logits) const {
     for (int64_t k = 0; k < trees; ++k)
-      for (int64_t i = 0; i < experts - 1; ++i) split[k * stride + 1 + i] = F::widen(split_logits[k * (experts - 1) + i]);
+      for (int64_t i = 0; i < experts - 1; ++i)
+        split[k * stride + 1 + i] = F::widen(split_logits[k * (experts - 1) + i]);
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 

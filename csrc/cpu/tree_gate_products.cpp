@@ -142,14 +142,17 @@ struct Products {
   void pack_weights(bool transposed) const {
     share(branches.count(), [&](int64_t number, T* w) {
       if (branches.begin(number) == branches.end(number)) return;
-      const int64_t columns = branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
-        const T* from = weight.at(branches.tree(number), index, is_leaf);
-        std::copy(from, from + count * dim, w + column * dim);
-      });
+      const int64_t columns =
+          branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
+            const T* from = weight.at(branches.tree(number), index, is_leaf);
+            std::copy(from, from + count * dim, w + column * dim);
+          });
       const char* from = reinterpret_cast<char*>(w);
       T* to = packed + number * room();
-      for (int64_t j = 0; transposed && j < columns; j += panel) pack<panel>(to + j * dim, kind, from, 1, dim, dim, j, columns);
-      for (int64_t p = 0; !transposed && p < dim; p += panel) pack<panel>(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
+      for (int64_t j = 0; transposed && j < columns; j += panel)
+        pack<panel>(to + j * dim, kind, from, 1, dim, dim, j, columns);
+      for (int64_t p = 0; !transposed && p < dim; p += panel)
+        pack<panel>(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
     });
   }
 
@@ -166,8 +169,8 @@ struct Products {
       if (rows == 0) continue;
       const T* next = packed + (number + 1) % branches.count() * room();
       Prefetcher prefetcher{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
-                  panels_of(rows, kRows) * room() / panel,
-                  false};
+                            panels_of(rows, kRows) * room() / panel,
+                            false};
       work(number, token, rows, prefetcher);
     }
   }
@@ -186,7 +189,8 @@ struct Products {
   void forward(const T* x, int64_t stride, const TreeTensors<const T>& bias) const {
     pack_weights(true);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* sums) {
-      const int64_t first = block * kBlock * branches.trees, last = std::min(tokens, (block + 1) * kBlock) * branches.trees;
+      const int64_t first = block * kBlock * branches.trees,
+                    last = std::min(tokens, (block + 1) * kBlock) * branches.trees;
       std::fill(logits.at(first, 0, false), logits.at(last, 0, false), T(0));
       std::fill(logits.at(first, 0, true), logits.at(last, 0, true), T(0));
       each_branch(block, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
@@ -300,7 +304,8 @@ void reach(const T* split, int64_t stride_token, int64_t stride_tree, double gam
 }  // namespace
 
 void tree_reach(int dtype, const void* split_logits, int64_t stride_token, int64_t stride_tree, double gamma,
-                int64_t tokens, int64_t trees, int64_t levels, void* bits, int32_t* offsets, int32_t* token, int threads) {
+                int64_t tokens, int64_t trees, int64_t levels, void* bits, int32_t* offsets, int32_t* token,
+                int threads) {
   with_wide(dtype, [&](auto zero) {
     reach(static_cast<const decltype(zero)*>(split_logits), stride_token, stride_tree, gamma, tokens, trees, levels,
           static_cast<uint64_t*>(bits), offsets, token, threads);

@@ -45,9 +45,10 @@ class Descent {
     uint8_t* unsaturated;
   };
 
-  Descent(const Weights& weights, const Results& results, const Step<Wide>& step, int64_t dim, int64_t trees, int64_t experts,
-          char* room)
-      : weights_(weights), results_(results), step_(step), leaves_(experts), dim_(dim), trees_(trees), experts_(experts) {
+  Descent(const Weights& weights, const Results& results, const Step<Wide>& step, int64_t dim, int64_t trees,
+          int64_t experts, char* room)
+      : weights_(weights), results_(results), step_(step), leaves_(experts), dim_(dim), trees_(trees),
+        experts_(experts) {
     frontier_ = reinterpret_cast<Candidate<Wide>*>(room);
     wide_x_ = reinterpret_cast<Wide*>(frontier_ + experts + 1);
     wide_row_ = wide_x_ + kBlock * dim;
@@ -109,7 +110,8 @@ class Descent {
   // logit_[i] = <row `index` of weight, x of token order_[i]> + bias[index], for begin <= i < end.
   void products(const Key* weight, const Key* bias, int64_t index, int64_t begin, int64_t end) const {
     const Wide *w = row(weight + index * dim_), b = bias == nullptr ? Wide(0) : F::widen(bias[index]);
-    for (; begin + kTokensAtOnce <= end; begin += kTokensAtOnce) products<kTokensAtOnce>(w, order_ + begin, b, logit_ + begin);
+    for (; begin + kTokensAtOnce <= end; begin += kTokensAtOnce)
+      products<kTokensAtOnce>(w, order_ + begin, b, logit_ + begin);
     for (; begin < end; ++begin) products<1>(w, order_ + begin, b, logit_ + begin);
   }
 
@@ -227,9 +229,9 @@ class Descent {
 
 template <class F>
 void route(const void* x, int64_t stride, const void* split_weight, const void* leaf_weight, const void* split_bias,
-           const void* leaf_bias, void* weights, int32_t* experts, int32_t* visited, uint8_t* unsaturated, char* scratch,
-           int64_t scratch_stride, int64_t tokens, int64_t dim, int64_t trees, int64_t num_experts, double gamma,
-           int threads) {
+           const void* leaf_bias, void* weights, int32_t* experts, int32_t* visited, uint8_t* unsaturated,
+           char* scratch, int64_t scratch_stride, int64_t tokens, int64_t dim, int64_t trees, int64_t num_experts,
+           double gamma, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
   const auto keys = [](const void* from) { return static_cast<const Key*>(from); };
@@ -248,12 +250,12 @@ void route(const void* x, int64_t stride, const void* split_weight, const void* 
 
 void tree_route_fwd(int dtype, const void* x, int64_t stride, const void* split_weight, const void* leaf_weight,
                     const void* split_bias, const void* leaf_bias, void* weights, int32_t* experts, int32_t* visited,
-                    void* unsaturated, void* scratch, int64_t scratch_stride, int64_t tokens, int64_t dim, int64_t trees,
-                    int64_t num_experts, double gamma, int threads) {
+                    void* unsaturated, void* scratch, int64_t scratch_stride, int64_t tokens, int64_t dim,
+                    int64_t trees, int64_t num_experts, double gamma, int threads) {
   with_format(dtype, [&](auto format) {
     route<decltype(format)>(x, stride, split_weight, leaf_weight, split_bias, leaf_bias, weights, experts, visited,
-                            static_cast<uint8_t*>(unsaturated), static_cast<char*>(scratch), scratch_stride, tokens, dim,
-                            trees, num_experts, gamma, threads);
+                            static_cast<uint8_t*>(unsaturated), static_cast<char*>(scratch), scratch_stride, tokens,
+                            dim, trees, num_experts, gamma, threads);
   });
 }
 

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kRowThreads)
 
 template <class Vector>
 cudaError_t launch_dispatch(int element_size, const void* x, int64_t x_stride, const int32_t* slot_row,
-                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
-                  int64_t num_rows, int64_t dim, cudaStream_t stream) {
+                            const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
+                            int64_t num_rows, int64_t dim, cudaStream_t stream) {
   const int64_t size = sizeof(Vector), vectors = dim * element_size / size;
   const RowGrid over(tokens, vectors);
   return launch(dispatch_kernel<Vector>, over.grid, over.block, 0, stream, static_cast<const Vector*>(x),
@@ -57,7 +57,7 @@ cudaError_t dispatch_fwd(int element_size, const void* x, int64_t x_stride, cons
                              : divides(4) ? launch_dispatch<uint32_t>
                                           : launch_dispatch<uint16_t>;
   return launch_widest(element_size, x, x_stride, slot_row, expert_offsets, rows, tokens, k, num_experts, num_rows, dim,
-                      stream);
+                       stream);
 }
 
 }  // namespace moe

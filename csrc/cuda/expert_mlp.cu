@@ -96,11 +96,23 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
                               transposed, 0, 0};
     const int64_t size = sizeof(T);
     const bool vectorized = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
-    const bool vectorized_bias = rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
-    const Hidden<T> epilogue{static_cast<const T*>(grad), grad_stride, row_token,
-                             {static_cast<const T*>(b_out), b_out_stride}, dim, row_weight,
-                             static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
-                             static_cast<T*>(weighted), partial, num_rows, hidden, vectorized, vectorized_bias};
+    const bool vectorized_bias =
+        rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
+    const Hidden<T> epilogue{static_cast<const T*>(grad),
+                             grad_stride,
+                             row_token,
+                             {static_cast<const T*>(b_out), b_out_stride},
+                             dim,
+                             row_weight,
+                             static_cast<const T*>(pre),
+                             activation,
+                             static_cast<T*>(dpre),
+                             static_cast<T*>(weighted),
+                             partial,
+                             num_rows,
+                             hidden,
+                             vectorized,
+                             vectorized_bias};
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
 
 template <class T, class Vector>
 cudaError_t launch_sums(const void* rows, int64_t rows_stride, const int32_t* by_token, const int32_t* token_offsets,
-                  void* out, int64_t tokens, int64_t dim, cudaStream_t stream) {
+                        void* out, int64_t tokens, int64_t dim, cudaStream_t stream) {
   constexpr int kElements = Pack<T, Vector>::kElements;
   const int64_t vectors = dim / kElements;
   const RowGrid over(tokens, vectors);

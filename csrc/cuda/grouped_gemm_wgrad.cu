@@ -178,9 +178,10 @@ cudaError_t grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, 
   if (dout == 0) return cudaSuccess;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    return launch_wgrad(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad), grad_stride,
-                             grad_token, expert_offsets, row_weight, static_cast<T*>(dweight),
-                             static_cast<T*>(dbias), num_rows, num_experts, din, dout, false, 0, 0, 0}, stream);
+    return launch_wgrad(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad),
+                                    grad_stride, grad_token, expert_offsets, row_weight, static_cast<T*>(dweight),
+                                    static_cast<T*>(dbias), num_rows, num_experts, din, dout, false, 0, 0, 0},
+                        stream);
   });
 }
 

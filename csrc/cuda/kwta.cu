@@ -106,7 +106,9 @@ struct ThreadTies {
     team.template share<kPairs>(here, before, total);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      const auto of_chunk = [&](const uint32_t (&pairs)[kPairs]) { return int(pairs[c / 2] >> (c % 2 * 16) & 0xffffu); };
+      const auto of_chunk = [&](const uint32_t (&pairs)[kPairs]) {
+        return int(pairs[c / 2] >> (c % 2 * 16) & 0xffffu);
+      };
       const int wins = needed - of_chunk(before);
       if (wins >= of_chunk(here)) all |= 1u << c;
       else if (wins > 0) partly = c, left = wins;
@@ -422,7 +424,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 
 template <class Bits, bool WHOLE>
 cudaError_t launch_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bits, Bits* dx, int64_t rows, int n,
-                      bool aligned, cudaStream_t stream) {
+                       bool aligned, cudaStream_t stream) {
   const int64_t vectors = std::max<int64_t>(n * sizeof(Bits) / 16, 1);
   unsigned across = 4;  // threads along a row
   while (across < kBackwardThreads && across * kBackwardVectors < vectors) across *= 2;
@@ -435,13 +437,13 @@ cudaError_t launch_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bi
 
 template <class Bits>
 cudaError_t launch_bwd(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
-                      cudaStream_t stream) {
+                       cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(Bits), kVector = 16 / kSize;
   const bool aligned = same_offset({dx, n, kSize}, {grad, grad_stride, kSize}, kVector);
   const bool whole = aligned && is_aligned(dx, 16) && n % kVector == 0;
   const auto with = whole ? launch_bwd<Bits, true> : launch_bwd<Bits, false>;
   return with(static_cast<const Bits*>(grad), grad_stride, reinterpret_cast<const uint32_t*>(bits),
-               static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
+              static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
 constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements; positions somewhat past the end of a row still fit an int

@@ -15,7 +15,8 @@ namespace {
 
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
-    const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    const auto arguments =
+        moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
     // Releases the GIL: a launch waits while the device's queue is full, and a kernel in the queue may wait for what
     // another Python thread does (NCCL: pytorch issue 109074).
     const auto status = [&] {

@@ -124,7 +124,8 @@ cudaError_t combine_bwd(int dtype,
 // tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal.
 cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
-                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
+                         int64_t iterations,
                          void* p,        // (B, n, n) contiguous
                          void* scratch,  // per matrix: 8 bytes if n <= 64; else (n, n) float32, or none for float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
@@ -140,7 +141,8 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* grad,  // (B, n, n), last dimension contiguous
                          int64_t grad_stride_batch, int64_t grad_stride_row,
                          const void* scores,  // (B, n, n), last dimension contiguous
-                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
+                         int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
                          // per matrix: (iterations, 2, n) float64, then 8 bytes if n <= 64, else (n, n) float64
                          void* scratch,

@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Index>
-cudaError_t launch_plan(const Requests<Index>& requests, const Plan& plan, int32_t* requested, int32_t* counts, int chunks,
-                  cudaStream_t stream) {
+cudaError_t launch_plan(const Requests<Index>& requests, const Plan& plan, int32_t* requested, int32_t* counts,
+                        int chunks, cudaStream_t stream) {
   const int num_experts = static_cast<int>(requests.num_experts);
   const dim3 grid(chunks, (num_experts + kWindow - 1) / kWindow);
   cudaError_t error = launch(plan_count_kernel<Index>, grid, kThreads, 0, stream, requests, counts);

@@ -288,7 +288,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                             Matrices scores,  // (B, n, n)
                             void* dscores,    // (B, n, n)
                             double* scratch,  // (B, stride)
-                            int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+                            int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
+                            int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
@@ -322,8 +323,8 @@ Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums
 }
 
 template <class Team>
-cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags, const Sums& sums,
-                  int64_t batch, int64_t n, cudaStream_t stream) {
+cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags,
+                            const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectorized = scores.in_vectors(n) && is_aligned(p, 16);
   const int size = static_cast<int>(n);
   if (flags.last != nullptr) {
@@ -336,9 +337,9 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
 }
 
 template <class Team>
-cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
-                      const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
-                      cudaStream_t stream) {
+cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch,
+                                int64_t stride, const Cooling& cooling, const Flags& flags, const Sums& sums,
+                                int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectorized = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   const int size = static_cast<int>(n);
   if (flags.last != nullptr) {

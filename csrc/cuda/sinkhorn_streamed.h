@@ -24,8 +24,8 @@ class Streamed {
 
   __device__ Streamed(double* shared, const Matrices& scores, const Sums& all, int n)
       : n(n), warp(threadIdx.x / kWarpSize), warps(blockDim.x / kWarpSize), lane(threadIdx.x % kWarpSize), f(shared),
-        g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
-        scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
+        g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n),
+        sums(all.of(blockIdx.x, n)), scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
   // Shared memory for `partial` may limit the number of warps.
   static int threads(int64_t n) {
@@ -176,7 +176,8 @@ class Streamed {
 };
 
 // The scaled form. k (n, n) is in global memory; each element is read only by the thread that wrote it.
-__device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
+__device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype,
+                                int64_t start) {
   float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
   float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
   const double inv_tau = 1 / cooling(0);
@@ -252,7 +253,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   });
   for (int j = threadIdx.x; j < n; j += blockDim.x) s.sums.init_column(j, broken ? NAN : 0.0);
   if (broken) {
-    s.for_rows([&](int i) { s.for_columns([&](int j) { put(dscores, scores.dtype, start + int64_t(i) * n + j, NAN); }); });
+    s.for_rows(
+        [&](int i) { s.for_columns([&](int j) { put(dscores, scores.dtype, start + int64_t(i) * n + j, NAN); }); });
     return;
   }
   double* const history = scratch + blockIdx.x * stride;

@@ -104,7 +104,8 @@ struct Sums {
 template <int ROWS, int COLUMNS, int TILE_ROWS, int TILE_COLUMNS>
 class Team {
  public:
-  static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
+  static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS,
+                       kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is within one warp
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
@@ -203,7 +204,8 @@ class Team {
           tile[a][b] = four.x, tile[a][b + 1] = four.y, tile[a][b + 2] = four.z, tile[a][b + 3] = four.w;
         } else {
 #pragma unroll
-          for (int c = 0; c < 4; c++) tile[a][b + c] = inside(a, b + c, n) ? widened(from.data, from.dtype, at + c) : other;
+          for (int c = 0; c < 4; c++)
+            tile[a][b + c] = inside(a, b + c, n) ? widened(from.data, from.dtype, at + c) : other;
         }
       }
     }
@@ -344,7 +346,8 @@ struct Potentials {
     if (sums.tolerance >= 0) {
       double off = first ? columns_error(team, scores, tau) : 0.0;
 #pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) off = Max()(off, sums.row_error(exp((f[a] - before[a]) / tau), team.row + a));
+      for (int a = 0; a < Team::kTileRows; a++)
+        off = Max()(off, sums.row_error(exp((f[a] - before[a]) / tau), team.row + a));
       if (team.largest(off) <= sums.tolerance) {
 #pragma unroll
         for (int a = 0; a < Team::kTileRows; a++) f[a] = before[a];

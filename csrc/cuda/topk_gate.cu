@@ -290,7 +290,7 @@ dim3 blocks(int64_t tokens) { return dim3(static_cast<unsigned>((tokens + kToken
 
 template <class T>
 cudaError_t launch_gate(const void* logits, int64_t stride, void* weights, int32_t* experts, int64_t tokens,
-                  int64_t num_experts, int64_t k, int softmax_first, cudaStream_t stream) {
+                        int64_t num_experts, int64_t k, int softmax_first, cudaStream_t stream) {
   const auto kernel = num_experts <= 4 * kWarpSize    ? topk_gate_kernel<T, 4>
                       : num_experts <= 8 * kWarpSize  ? topk_gate_kernel<T, 8>
                       : num_experts <= 32 * kWarpSize ? topk_gate_kernel<T, 32>
@@ -303,9 +303,9 @@ cudaError_t launch_gate(const void* logits, int64_t stride, void* weights, int32
 }
 
 template <class T>
-cudaError_t launch_gate_bwd(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
-                      void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
-                      cudaStream_t stream) {
+cudaError_t launch_gate_bwd(const void* grad, const void* weights, const int32_t* experts, const void* logits,
+                            int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
+                            cudaStream_t stream) {
   return launch(topk_gate_bwd_kernel<T>, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const float*>(grad), static_cast<const float*>(weights), experts,
                 static_cast<const T*>(logits), stride, static_cast<T*>(dlogits), tokens,
@@ -324,7 +324,8 @@ cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* w
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || k == 0) return cudaSuccess;
   return with_element(dtype, [&](auto element) {
-    return launch_gate<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first, stream);
+    return launch_gate<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first,
+                                          stream);
   });
 }
 

@@ -202,8 +202,8 @@ cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num
   int threads = kThreads;
   while (threads > kWarpSize && threads / lanes_of(tree) * heap_bytes > limit) threads /= 2;
   const int block_tokens = threads / lanes_of(tree);
-  return launch(kernel, blocks_of(tokens, block_tokens), threads, block_tokens * heap_bytes, stream, arguments..., tokens,
-                static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
+  return launch(kernel, blocks_of(tokens, block_tokens), threads, block_tokens * heap_bytes, stream, arguments...,
+                tokens, static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
 }
 
 // Calls with(LEAVES, LANES) if LANES lanes can keep a tree in registers, LEAVES leaves each; else without().
@@ -243,7 +243,7 @@ cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> po
 
 template <class Kernel, class... Arguments>
 cudaError_t launch_warps(Kernel kernel, int64_t tokens, int64_t num_trees, const SmoothStep& step,
-                        const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
+                         const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
   return launch(kernel, blocks_of(tokens, kWarpTokens), kWarpTokens * kWarpSize, 0, stream, arguments..., tokens,
                 static_cast<int>(num_trees), step, weighing);
 }
@@ -276,7 +276,7 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
         },
         [&] {
           return launch_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,
-                             leaves, to, probs);
+                              leaves, to, probs);
         });
   });
 }
@@ -291,18 +291,19 @@ cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_le
   const Weighing weighing{epsilon, least};
   return with_element(dtype, [&](auto element) {
     using T = decltype(element);
-    const auto *const of_gates = static_cast<const T*>(grad_gates), *const of_probs = static_cast<const T*>(grad_leaf_probs);
+    const auto* of_gates = static_cast<const T*>(grad_gates);
+    const auto* of_probs = static_cast<const T*>(grad_leaf_probs);
     const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
     T *const to_splits = static_cast<T*>(dsplit), *const to_leaves = static_cast<T*>(dleaf);
     return by_leaves<T>(
         num_experts, {leaf_logits, grad_gates, grad_leaf_probs, dleaf},
         [&](auto each) {
           return launch_warps(tree_gate_warp_bwd_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing,
-                             stream, of_gates, of_probs, splits, leaves, to_splits, to_leaves);
+                              stream, of_gates, of_probs, splits, leaves, to_splits, to_leaves);
         },
         [&] {
           return launch_heaps(tree_gate_bwd_kernel<T>, 2, tokens, num_trees, num_experts, step, weighing, stream,
-                             of_gates, of_probs, splits, leaves, to_splits, to_leaves);
+                              of_gates, of_probs, splits, leaves, to_splits, to_leaves);
         });
   });
 }

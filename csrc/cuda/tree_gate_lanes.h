@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
   const int64_t global_token = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
   const bool in_range = global_token < tokens;  // lanes without a token repeat the last one: shuffles need all lanes
-  const int64_t token = in_range ? global_token : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
+  const int64_t token = in_range ? global_token : tokens - 1,
+                first_leaf = token * num_trees * num_experts + branch.first;
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 

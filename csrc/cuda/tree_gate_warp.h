@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t(blockIdx.x) * kWarpTokens + threadIdx.x / kWarpSize;
   if (token >= tokens) return;
-  const int64_t first_split = token * num_trees * (kExperts - 1), first_leaf = token * num_trees * kExperts + lane * LEAVES;
+  const int64_t first_split = token * num_trees * (kExperts - 1),
+                first_leaf = token * num_trees * kExperts + lane * LEAVES;
   split_logits += first_split, dsplit += first_split, leaf_logits += first_leaf, dleaf += first_leaf;
   if (grad_leaf_probs) grad_leaf_probs += first_leaf;
   float grad[LEAVES], logit[LEAVES] = {};

@@ -104,10 +104,10 @@ struct Descent {
 // A softmax over the logits of the trees' best leaves. If several trees have the same expert, the first gets the sum of
 // their weights; the others get weight 0 and expert -1.
 __device__ void merge_trees(const float* logits,    // (K)
-                      const int32_t* chosen,  // (K)
-                      float* weights,         // (K)
-                      int32_t* experts,       // (K)
-                      int num_trees, int lane) {
+                            const int32_t* chosen,  // (K)
+                            float* weights,         // (K)
+                            int32_t* experts,       // (K)
+                            int num_trees, int lane) {
   float highest = -FLT_MAX, total = 0.0f;
   for (int j = lane; j < num_trees; j += kWarpSize) highest = fmaxf(highest, logits[j]);
   highest = warp_max(highest);
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
     unsaturated[first + j] = descent.undecided >= descent.best.prob;
   }
   __syncthreads();
-  if (token < tokens && threadIdx.y == 0) merge_trees(logits, chosen, weights + first, experts + first, num_trees, lane);
+  if (token < tokens && threadIdx.y == 0)
+    merge_trees(logits, chosen, weights + first, experts + first, num_trees, lane);
 }
 
 struct Call {

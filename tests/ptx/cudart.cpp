@@ -8,7 +8,8 @@
 struct Dim3 {
   unsigned x, y, z;
 };
-using Callback = int (*)(const char* name, const unsigned* grid, const unsigned* block, void** arguments, size_t shared);
+using Callback = int (*)(const char* name, const unsigned* grid, const unsigned* block, void** arguments,
+                         size_t shared);
 
 namespace {
 

@@ -166,7 +166,8 @@ int barrier(bool vote) {
 void meet(uint32_t mask, void* operand, Operation apply, const void* context) {
   if (!(mask >> current_lane() & 1)) fail("a lane executes a collective and is not in its mask");
   Meeting& meeting = meetings[current / kWarp][__builtin_ctz(mask)];
-  if (meeting.arrived && meeting.apply != apply) fail("lanes of a warp execute two different collectives at a rendezvous");
+  if (meeting.arrived && meeting.apply != apply)
+    fail("lanes of a warp execute two different collectives at a rendezvous");
   meeting.apply = apply;
   meeting.lanes[current_lane()] = operand;
   meeting.arrived |= 1u << current_lane();

@@ -122,8 +122,9 @@ void slope_row(T* dpre, T* dup, const T* grad, const T* pre, const T* up, int64_
 template <class T>
 inline ActivationRow<T> activation_of(int activation) {
   switch (Activation(activation)) {
-#define MOE_CASE(act) \
-  case Activation::act: return {is_gated(Activation::act), value_row<Activation::act, T>, slope_row<Activation::act, T>};
+#define MOE_CASE(act)   \
+  case Activation::act: \
+    return {is_gated(Activation::act), value_row<Activation::act, T>, slope_row<Activation::act, T>};
     MOE_CASE(none)
     MOE_CASE(relu)
     MOE_CASE(gelu)

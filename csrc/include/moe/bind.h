@@ -15,7 +15,7 @@ namespace moe {
 // pointer(object) converts the arguments of letter p.
 template <class Pointer>
 std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObject* const* given, size_t given_count,
-                               Pointer pointer) {
+                                     Pointer pointer) {
   const size_t count = std::strlen(types);
   if (given_count != count)
     throw pybind11::type_error(std::string(name) + ": expected " + std::to_string(count) + " arguments, got " +

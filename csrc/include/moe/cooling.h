@@ -19,7 +19,8 @@ namespace {  // the CPU kernels are compiled for several instruction sets, and e
 class Cooling {
  public:
   Cooling(double first, double last, int64_t iterations)
-      : last_(last), step_(iterations > 1 ? std::log2(first / last) / double(iterations - 1) : 0.0), iterations_(iterations) {}
+      : last_(last), step_(iterations > 1 ? std::log2(first / last) / double(iterations - 1) : 0.0),
+        iterations_(iterations) {}
   MOE_HOST_DEVICE double operator()(int64_t t) const { return last_ * exp2(step_ * double(iterations_ - 1 - t)); }
   MOE_HOST_DEVICE int64_t iterations() const { return iterations_; }
   MOE_HOST_DEVICE bool constant() const { return step_ == 0; }

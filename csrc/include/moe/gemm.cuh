@@ -151,7 +151,7 @@ class AcrossK {
 #pragma unroll
     for (int i = 0; i < kRows; i++, next_ += apart_) {
       copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), next_,
-                                 k + row(i) < num_k ? valid_ : 0);
+                              k + row(i) < num_k ? valid_ : 0);
     }
   }
 };
@@ -195,8 +195,8 @@ class GatheredAcrossK {
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
-                                 next_[i] >= 0 ? valid_ : 0);
+      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces),
+                              columns_ + next_[i] * stride_, next_[i] >= 0 ? valid_ : 0);
     }
     look_up(k + Tile::kK, num_k);
   }
@@ -300,7 +300,7 @@ __device__ __forceinline__ void stage_sums(float* staged_sums, const typename Ti
       for (int half = 0; half < 2; half++) {
         const int row = warp_m<Tile>() + 16 * i + 8 * half + lane / 4, column = warp_n<Tile>() + 8 * j + lane % 4 * 2;
         *reinterpret_cast<float2*>(staged_sums + row * Tile::kPitch + column) = {sums[i][j][2 * half],
-                                                                                sums[i][j][2 * half + 1]};
+                                                                                 sums[i][j][2 * half + 1]};
       }
     }
   }

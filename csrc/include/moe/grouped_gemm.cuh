@@ -160,8 +160,10 @@ cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epil
   constexpr int64_t kSize = sizeof(T);
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1;
   const auto divides = [&](int64_t bytes) {  // whether all rows start and end at multiples of `bytes`
-    return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / column_parts * kSize,
-                       {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
+    const int64_t width = gemm.transposed ? 0 : gemm.dout / column_parts;
+    return rows_divide(bytes, width * kSize,
+                       {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize,
+                        gemm.expert_stride * kSize},
                        {gemm.x, gemm.weight});
   };
   const auto with = [&](auto tile) {

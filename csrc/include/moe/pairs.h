@@ -50,13 +50,14 @@ MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair
 
 // Writes `sum`, or c + sum if `more`, to the first `columns` elements of `to`, in bfloat16. Subnormals become zero.
 template <int W>
-MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
+MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns,
+                                             bool more);
 
 // Row i of `to` (pairs_of(rows), count) pairs each element of input row 2 i with that below it in row 2 i + 1, or with
 // zero after the last row. Input row r is row r of `from` if `token` is null, else row token[r], or zeros if token[r]
 // is -1. Rows of `from` are `stride` elements apart, rows of `to` are to_row pairs apart.
-inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
-                      int64_t count);
+inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token,
+                      int64_t rows, int64_t count);
 
 // to (rows, pairs_of(count)): the pairs of neighbours in each input row (see pair_rows); if `count` is odd, the last
 // element is paired with zero.
@@ -73,7 +74,8 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
 // panel (pairs_of(depth), width) = the pairs of rows (pair_rows) of b (depth, columns), from column `first` on, padded
 // with zeros. b_k and b_j are the strides of b's rows and columns; one of them is 1.
 template <int width>
-void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
+void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
+                int64_t columns);
 
 #if defined(__AVX512F__)
 
@@ -95,7 +97,8 @@ MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair
 }
 
 template <int W>
-MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more) {
+MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns,
+                                             bool more) {
 #pragma GCC unroll 2
   for (int w = 0; w < W; w += 2) {
     const uint32_t some = low_bits(std::max<int64_t>(columns - 16 * w, 0));
@@ -109,8 +112,8 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
   }
 }
 
-inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
-                      int64_t count) {
+inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token,
+                      int64_t rows, int64_t count) {
   // Indices that interleave two vectors from element `first` on. Element i of the second vector has index 32 + i.
   const auto interleaved = [](int first) {
     typename VecOf<int16_t>::type at;
@@ -136,7 +139,8 @@ inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t st
 }
 
 template <int width>
-void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns) {
+void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
+                int64_t columns) {
   constexpr int lanes = kLanes<Bf16Pair>;
   const int64_t count = std::min<int64_t>(width, columns - first), pairs = pairs_of(depth);
   b += 2 * first * b_j;

@@ -160,7 +160,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
 // bytes of a row are a multiple of 64, and `to` is aligned to a vector.
 class RowCopy {
  public:
-  RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}
+  RowCopy(int64_t row_bytes, int64_t all_bytes)
+      : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}
   ~RowCopy() {
 #if defined(__AVX2__)
     _mm_sfence();

@@ -49,7 +49,8 @@ struct Prefetcher {
   // Sets lines[at] to the first `bytes` bytes of each row; rows are `apart` bytes apart. If rows_of_step is 2 (a step
   // over k reads a pair of rows), lines[at] has the even rows and lines[at + 1] the odd rows.
   void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
-    for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
+    for (int i = 0; i < rows_of_step; ++i)
+      lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
   void prefetch(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
@@ -119,7 +120,8 @@ inline bool reads_in_place(int64_t rows, int64_t apart) {
 // (only with AVX-512).
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
-  return columns == kPanel<T> || (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
+  return columns == kPanel<T> ||
+         (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
 // How a tile reads b. packed: from the packed panel; packs: in place, and packs b for later tiles; in_place: in place.
@@ -144,7 +146,8 @@ struct PanelProduct {
   // left < M, the halves overlap. Row m of the second half is row_of(half) rows after row m of the first half: one
   // pointer, at[m], serves both.
   template <int M, int W, bool packs_a, Right right>
-  MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
+  MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines,
+                                                               bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
     const auto row_of = [&](int m) { return m < half ? m : left - M + m; };
     T* const to = c + i * c_row;

@@ -22,14 +22,17 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
     std::memcpy(&map, reinterpret_cast<const void*>(at), sizeof map);
     if (map.magic == kMagic && map.rank == r.elements) return true;
   }
-  launch.report(b, w, &r, lane, "expected a tensor map of %u dimensions, at a multiple of 64 bytes in the kernel's parameters", r.elements);
+  launch.report(b, w, &r, lane,
+                "expected a tensor map of %u dimensions, at a multiple of 64 bytes in the kernel's parameters",
+                r.elements);
   launch.failed = true;
   return false;
 }
 
 // Copies one row of the box in swizzled pieces of 16 bytes. The row has `skip` zeros, then `inside` elements from
 // `source` on, then zeros.
-bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, const TensorMap& map, Mbarrier& m, u64 source, s64 skip, s64 inside, u32 to) {
+bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, const TensorMap& map, Mbarrier& m,
+              u64 source, s64 skip, s64 inside, u32 to) {
   u8 row[128] = {};
   Counters& c = launch.counters(r);
   if (inside > 0) {
@@ -37,11 +40,13 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
     const u32 bytes = static_cast<u32>(inside) * map.element;
     const int range = launch.find_range(source, bytes, -1);
     if (range < 0) {
-      launch.report(b, w, &r, lane, "reads %u bytes at %llx, outside of every tensor", bytes, (unsigned long long)source);
+      launch.report(b, w, &r, lane, "reads %u bytes at %llx, outside of every tensor", bytes,
+                    (unsigned long long)source);
       launch.failed = true;
       return false;
     }
-    if (launch.unordered_reads(b, w, 1, at, bytes)) launch.report(b, w, &r, lane, "reads global memory that another thread wrote, with no synchronization between");
+    if (launch.unordered_reads(b, w, 1, at, bytes))
+      launch.report(b, w, &r, lane, "reads global memory that another thread wrote, with no synchronization between");
     const Range& here = launch.request.ranges[range];
     for (u64 sector = source >> 5; sector <= (source + bytes - 1) >> 5; sector++) {
       if (here.read_sectors) here.read_sectors[sector - (here.begin >> 5)] = 1;
@@ -87,7 +92,8 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
         inside &= place >= 0 && place < static_cast<s64>(map.sizes[k]);
         source += static_cast<u64>(place) * map.strides[k - 1];
       }
-      if (!copy_row(launch, b, w, r, lane, map, *m, source, skip, inside ? end - skip : 0, to + row * map.span)) return Next::leave;
+      if (!copy_row(launch, b, w, r, lane, map, *m, source, skip, inside ? end - skip : 0, to + row * map.span))
+        return Next::leave;
     }
   }
   return Next::following;

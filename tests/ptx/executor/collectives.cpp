@@ -50,7 +50,9 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     result[l] = from[source];
     moved |= (undefined >> source & (u64(1) << 32 | 1)) << l;
   }
-  if (absent & mask) launch.report(b, w, &r, __builtin_ctz(absent & mask), "lanes %08x shuffle from lanes that do not take part", absent & mask);
+  if (absent & mask)
+    launch.report(b, w, &r, __builtin_ctz(absent & mask), "lanes %08x shuffle from lanes that do not take part",
+                  absent & mask);
   u32* to = lanes_of<u32>(launch, w, r, 0);
   for_lanes(mask, [&](u32 l) { to[l] = result[l]; });
   set_undefined(undefined_lanes(launch, w, r, 0), moved, mask);
@@ -153,11 +155,13 @@ Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u32& led = predicate(launch, w, r, 1);
   const auto choose = [&](u32 group) {
     u32 rest = group;
-    const u32 skipped = launch.seeded() ? Random{launch.request.seed ^ group}.below(static_cast<u32>(__builtin_popcount(group))) : 0;
+    const u32 skipped =
+        launch.seeded() ? Random{launch.request.seed ^ group}.below(static_cast<u32>(__builtin_popcount(group))) : 0;
     for (u32 k = 0; k < skipped; k++) rest &= rest - 1;
     return static_cast<u32>(__builtin_ctz(rest));
   };
-  of_groups(masks, mask, choose, [&](u32 l, u32 leader) { to[l] = leader, led = (led & ~(1u << l)) | u32(l == leader) << l; });
+  of_groups(masks, mask, choose,
+            [&](u32 l, u32 leader) { to[l] = leader, led = (led & ~(1u << l)) | u32(l == leader) << l; });
   set_undefined(undefined_lanes(launch, w, r, 0), 0, mask);
   set_undefined(undefined_lanes(launch, w, r, 1), 0, mask);
   return next;
@@ -171,7 +175,8 @@ void add_collectives(Table& t) {
   t.add("shfl.sync.down.b32", shuffle<kDown>);
   t.add("shfl.sync.bfly.b32", shuffle<kButterfly>);
   t.add("shfl.sync.idx.b32", shuffle<kIndex>);
-  for (const char* kind : {"u32", "s32"}) reduction<u32>(t, std::string("add.") + kind, [](u32 x, u32 y) { return x + y; });
+  for (const char* kind : {"u32", "s32"})
+    reduction<u32>(t, std::string("add.") + kind, [](u32 x, u32 y) { return x + y; });
   reduction<u32>(t, "max.u32", [](u32 x, u32 y) { return x > y ? x : y; });
   reduction<s32>(t, "max.s32", [](s32 x, s32 y) { return x > y ? x : y; });
   reduction<u32>(t, "min.u32", [](u32 x, u32 y) { return x < y ? x : y; });

@@ -27,7 +27,8 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       if (!launch.may_access_global(b, w, r, equal, at, bytes, Launch::kRead)) return Next::leave;
     } else {
       for_lanes(equal, [&](u32 l) {
-        if (at[l] % r.size) launch.report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], r.size);
+        if (at[l] % r.size)
+          launch.report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], r.size);
       });
       for (u32 k = 0; k < bytes; k++) {
         u64 byte[kLanes];
@@ -54,14 +55,16 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 }
 
 Next commit(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  if (mask != w.live) launch.report(b, w, &r, 0, "cp.async.commit_group by lanes %08x of %08x: not modelled", mask, w.live);
+  if (mask != w.live)
+    launch.report(b, w, &r, 0, "cp.async.commit_group by lanes %08x of %08x: not modelled", mask, w.live);
   w.groups.push_back(std::move(w.uncommitted));
   w.uncommitted.clear();
   return Next::following;
 }
 
 Next wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  if (mask != w.live) launch.report(b, w, &r, 0, "cp.async.wait_group by lanes %08x of %08x: not modelled", mask, w.live);
+  if (mask != w.live)
+    launch.report(b, w, &r, 0, "cp.async.wait_group by lanes %08x of %08x: not modelled", mask, w.live);
   launch.land(b, w, static_cast<size_t>(r.immediate));
   return Next::following;
 }

@@ -37,10 +37,12 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   u32 count = 0;
   int range = -1;
   for_lanes(mask, [&](u32 l) {
-    if (at[l] & (size - 1)) report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], size);
+    if (at[l] & (size - 1))
+      report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], size);
     range = find_range(at[l], size, range);
     if (range < 0) {
-      report(b, w, &r, l, "%s %u bytes at %llx, outside of every tensor", kVerbs[access], size, (unsigned long long)at[l]);
+      report(b, w, &r, l, "%s %u bytes at %llx, outside of every tensor", kVerbs[access], size,
+             (unsigned long long)at[l]);
       failed = true;
       return;
     }
@@ -83,7 +85,8 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
 // Records a lane's store or atomic before it happens. Reports it if another lane of the same instruction, or another
 // thread with no synchronization between, stored a different value at the same place; two atomics are no error. value:
 // null for an atomic, which counts as different.
-void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
+void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value,
+                          bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
   const u32 grain = program.global_grain;
@@ -100,7 +103,9 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
       const bool equal = value && inside && !std::memcmp(reinterpret_cast<void*>(first), value + (first - at), bytes);
       const bool same_instruction = word.step == steps && word.lane != lane;
       if (!equal && (same_instruction || !ordered(b, w, lane, word))) {
-        report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with no synchronization between",
+        report(b, w, &r, lane,
+               "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with no synchronization "
+               "between",
                (unsigned long long)(k * grain), word.block - 1, word.warp, word.lane);
       }
     }

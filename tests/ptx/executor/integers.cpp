@@ -64,7 +64,8 @@ Next pack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   const Half* low = lanes_of<const Half>(launch, warp, record, 1);
   const Half* high = lanes_of<const Half>(launch, warp, record, 2);
   const u64 of_low = undefined_lanes(launch, warp, record, 1), of_high = undefined_lanes(launch, warp, record, 2);
-  for_lanes(mask, [&](u32 l) { to[l] = static_cast<Whole>(low[l]) | static_cast<Whole>(high[l]) << (8 * sizeof(Half)); });
+  for_lanes(mask,
+            [&](u32 l) { to[l] = static_cast<Whole>(low[l]) | static_cast<Whole>(high[l]) << (8 * sizeof(Half)); });
   const u64 undefined = (either(of_low) & kAll) | (either(of_high) & ~u64(kAll));
   set_undefined(undefined_lanes(launch, warp, record, 0), undefined, mask);
   return Next::following;

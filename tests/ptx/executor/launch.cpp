@@ -35,7 +35,8 @@ void Launch::report(const Block& b, const Warp& w, const Record* record, u32 lan
   }
   if (request.finding_count >= request.finding_limit) return;
   Finding& found = request.findings[request.finding_count++];
-  found.pc = pc, found.warp = w.id, found.lane = lane, found.kind = static_cast<u32>(reinterpret_cast<uintptr_t>(format)), found.times = 1;
+  found.pc = pc, found.warp = w.id, found.lane = lane,
+  found.kind = static_cast<u32>(reinterpret_cast<uintptr_t>(format)), found.times = 1;
   std::copy(b.id, b.id + 3, found.block);
   va_list list;
   va_start(list, format);
@@ -45,7 +46,8 @@ void Launch::report(const Block& b, const Warp& w, const Record* record, u32 lan
 
 void Launch::undefined_use(const Block& b, const Warp& w, const Record& r, u32 lanes, const char* what) {
   if (!lanes) return;
-  report(b, w, &r, __builtin_ctz(lanes), "%s is undefined; the last undefined value comes from a %s (instruction %u)", what, origin_why, origin);
+  report(b, w, &r, __builtin_ctz(lanes), "%s is undefined; the last undefined value comes from a %s (instruction %u)",
+         what, origin_why, origin);
 }
 
 void Launch::start(Block& b, u32 index) {
@@ -76,8 +78,9 @@ void Launch::start(Block& b, u32 index) {
     std::fill(w.met_at, w.met_at + kLanes, 0);
     for (u32 l = 0; l < kLanes; l++) {
       const u32 t = kLanes * k + l;
-      const u32 values[] = {t % block[0], t / block[0] % block[1], t / block[0] / block[1], block[0], block[1], block[2],
-                            b.id[0], b.id[1], b.id[2], grid[0], grid[1], grid[2], l, k, (1u << l) - 1, ((2u << l) - 1)};
+      const u32 values[] = {t % block[0], t / block[0] % block[1], t / block[0] / block[1],
+                            block[0], block[1], block[2], b.id[0], b.id[1], b.id[2], grid[0], grid[1], grid[2],
+                            l, k, (1u << l) - 1, ((2u << l) - 1)};
       for (u32 q = 0; q < 16; q++) reinterpret_cast<u32*>(w.registers + program.special[q])[l] = values[q];
     }
   }
@@ -160,7 +163,8 @@ void Launch::run() {
       const bool released = release_barriers(b) | release_mbarriers(b);
       if (!released && !ran && !failed) report_deadlock(b);
       if (steps > request.step_limit) {
-        report(b, b.warps[0], program.records + std::min(b.warps[0].pc, program.size - 1), 0, "more than %llu instructions in one launch", (unsigned long long)request.step_limit);
+        report(b, b.warps[0], program.records + std::min(b.warps[0].pc, program.size - 1), 0,
+               "more than %llu instructions in one launch", (unsigned long long)request.step_limit);
         failed = true;
       }
     }
@@ -176,12 +180,14 @@ void Launch::report_deadlock(Block& b) {
   }
   failed = true;
   if (waiting->phase == Phase::at_barrier) {
-    report(b, *waiting, program.records + waiting->barrier_pc, 0, "waits at a barrier that the other warps never reach");
+    report(b, *waiting, program.records + waiting->barrier_pc, 0,
+           "waits at a barrier that the other warps never reach");
     return;
   }
   const Mbarrier& m = b.mbarriers[waiting->mbarrier];
-  report(b, *waiting, program.records + waiting->mbarrier_pc, 0, "waits at the mbarrier at %u: %u arrivals are missing, and %llu of %llu bytes have arrived",
-         waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
+  report(b, *waiting, program.records + waiting->mbarrier_pc, 0,
+         "waits at the mbarrier at %u: %u arrivals are missing, and %llu of %llu bytes have arrived", waiting->mbarrier,
+         m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
 }
 
 // Ends a block: reports a wgmma that not all warps of its warpgroup issued and a bulk copy in flight, and clears the
@@ -190,11 +196,13 @@ void Launch::end(Block& b) {
   check_agreements(b);
   for (auto& [at, m] : b.mbarriers) {
     if (m.copies.empty()) continue;
-    report(b, b.warps[0], nullptr, 0, "the block ends while %llu bytes for the mbarrier at %u may still be in flight", (unsigned long long)m.copied, at);
+    report(b, b.warps[0], nullptr, 0, "the block ends while %llu bytes for the mbarrier at %u may still be in flight",
+           (unsigned long long)m.copied, at);
     failed = true;
   }
   for (const auto& [at, m] : b.mbarriers) {
-    for (u32 k = at / program.shared_grain; m.live && k <= (at + 7) / program.shared_grain; k++) b.words[k].mbarrier = 0;
+    for (u32 k = at / program.shared_grain; m.live && k <= (at + 7) / program.shared_grain; k++)
+      b.words[k].mbarrier = 0;
   }
 }
 
@@ -211,7 +219,8 @@ const char* ptx_operations() {
 
 // Sizes of the structures in types.h; machine.py compares them with those of records.py.
 u32 ptx_size(u32 which) {
-  const u32 sizes[] = {sizeof(Record), sizeof(Counters), sizeof(Range), sizeof(Finding), sizeof(Program), sizeof(Request)};
+  const u32 sizes[] = {sizeof(Record),  sizeof(Counters), sizeof(Range),
+                       sizeof(Finding), sizeof(Program),  sizeof(Request)};
   return sizes[which];
 }
 

@@ -16,13 +16,15 @@ u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 ma
   for_lanes(mask, [&](u32 l) { other |= u32(base[l] != base[lane]) << l; });
   if (!other && at % 8 == 0 && u64(at) + 8 <= launch.request.shared_bytes) return at;
   if (other) launch.report(b, w, &r, __builtin_ctz(other), "lanes have different addresses of an mbarrier");
-  else launch.report(b, w, &r, lane, "the mbarrier's address %u is not a multiple of 8, or outside of shared memory", at);
+  else
+    launch.report(b, w, &r, lane, "the mbarrier's address %u is not a multiple of 8, or outside of shared memory", at);
   launch.failed = true;
   return ~0u;
 }
 
 void mark(Launch& launch, Block& b, u32 at, bool live) {
-  for (u32 k = at / launch.program.shared_grain; k <= (at + 7) / launch.program.shared_grain; k++) b.words[k].mbarrier = live;
+  for (u32 k = at / launch.program.shared_grain; k <= (at + 7) / launch.program.shared_grain; k++)
+    b.words[k].mbarrier = live;
   std::memset(&b.shared_defined[at], 0, 8);
 }
 
@@ -54,7 +56,9 @@ Next invalidate(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
   Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
   if (!m) return Next::leave;
-  if (!m->copies.empty()) launch.report(b, w, &r, lane, "the mbarrier is invalidated while %llu bytes for it may still be in flight", (unsigned long long)m->copied);
+  if (!m->copies.empty())
+    launch.report(b, w, &r, lane, "the mbarrier is invalidated while %llu bytes for it may still be in flight",
+                  (unsigned long long)m->copied);
   m->live = false;
   mark(launch, b, at, false);
   return launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false) ? Next::following : Next::leave;
@@ -85,7 +89,8 @@ Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
     if (!m) return Next::leave;
     if (!m->pending) {
-      launch.report(b, w, &r, lane, "arrives again before a wait found phase %llu complete", (unsigned long long)m->phase);
+      launch.report(b, w, &r, lane, "arrives again before a wait found phase %llu complete",
+                    (unsigned long long)m->phase);
       launch.failed = true;
       return Next::leave;
     }
@@ -116,7 +121,8 @@ Next try_wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       return Next::leave;
     }
     if (m->copied > m->bytes) {
-      launch.report(b, w, &r, lane, "%llu bytes arrive, but %llu are expected", (unsigned long long)m->copied, (unsigned long long)m->bytes);
+      launch.report(b, w, &r, lane, "%llu bytes arrive, but %llu are expected", (unsigned long long)m->copied,
+                    (unsigned long long)m->bytes);
     }
     complete(launch, b, *m);
   }
@@ -131,7 +137,8 @@ Next try_wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u64 at) {
   bool defined;
   const auto found = b.mbarriers.find(static_cast<u32>(at));
-  if (found != b.mbarriers.end() && found->second.live && may_read_shared(b, w, r, lane, at, 8, defined)) return &found->second;
+  if (found != b.mbarriers.end() && found->second.live && may_read_shared(b, w, r, lane, at, 8, defined))
+    return &found->second;
   report(b, w, &r, lane, "no mbarrier is initialised at %llu", (unsigned long long)at);
   failed = true;
   return nullptr;

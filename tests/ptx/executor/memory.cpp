@@ -6,7 +6,8 @@ namespace {
 void addresses(const Launch& launch, Warp& w, const Record& r, u32 k, bool shared, s64 offset, u64* at) {
   if (r.address == 4) {
     const u32* base = lanes_of<const u32>(launch, w, r, k);
-    for (u32 l = 0; l < kLanes; l++) at[l] = shared ? static_cast<u32>(base[l] + static_cast<u32>(offset)) : base[l] + offset;
+    for (u32 l = 0; l < kLanes; l++)
+      at[l] = shared ? static_cast<u32>(base[l] + static_cast<u32>(offset)) : base[l] + offset;
   } else {
     const u64* base = lanes_of<const u64>(launch, w, r, k);
     for (u32 l = 0; l < kLanes; l++) at[l] = base[l] + static_cast<u64>(offset);
@@ -48,7 +49,8 @@ Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!launch.may_access_global(b, w, r, mask, at, r.size * r.elements, Launch::kRead)) return Next::leave;
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, reinterpret_cast<const u8*>(at[l])); });
   const u32 unordered = launch.unordered_reads(b, w, mask, at, r.size * r.elements);
-  if (unordered) launch.undefined_from(r, "read of global memory that another thread wrote, with no synchronization between");
+  if (unordered)
+    launch.undefined_from(r, "read of global memory that another thread wrote, with no synchronization between");
   for (u32 k = 0; k < r.elements; k++) set_undefined(undefined_lanes(launch, w, r, k), both(unordered), mask);
   return Next::following;
 }

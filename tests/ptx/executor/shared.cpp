@@ -14,11 +14,13 @@
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
-    report(b, w, &r, lane, "reads %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
+    report(b, w, &r, lane, "reads %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at,
+           request.shared_bytes);
     failed = true;
     return false;
   }
-  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
+  if (at & (size - 1))
+    report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   for (u32 k = 0; k < size; k++) defined &= b.shared_defined[at + k] != 0;
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
@@ -29,12 +31,14 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
       word.reader = static_cast<u8>(w.id), word.reader_clock = w.clocks[w.id], word.reading_lanes |= 1u << lane;
     }
     if (word.in_flight) {
-      report(b, w, &r, lane, "reads shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
+      report(b, w, &r, lane, "reads shared byte %llu, which a cp.async may still be writing",
+             (unsigned long long)(k * grain));
       continue;
     }
     if (word.writer >= warps) {
       if (word.write_clock > w.clocks[word.writer]) {
-        report(b, w, &r, lane, "reads shared byte %llu that a bulk copy wrote, without a wait at its mbarrier", (unsigned long long)(k * grain));
+        report(b, w, &r, lane, "reads shared byte %llu that a bulk copy wrote, without a wait at its mbarrier",
+               (unsigned long long)(k * grain));
       }
     } else if (word.writer != w.id) {
       if (word.write_clock > w.clocks[word.writer] && !(word.same >> w.id & 1)) {
@@ -51,24 +55,30 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
 
 // Checks one lane's write of `value`; if `copy`, the start of a copy. Several warps, or lanes of one instruction, may
 // write equal values. A null `value` counts as different from every value.
-bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
+bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value,
+                              bool copy) {
   if (at + size > request.shared_bytes) {
-    report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
+    report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at,
+           request.shared_bytes);
     failed = true;
     return false;
   }
-  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
+  if (at & (size - 1))
+    report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
     SharedWord& word = b.words[k];
     const bool equal = value && !std::memcmp(&b.shared[k * grain], value + (k * grain - at), grain);
     if (word.in_flight) {
-      report(b, w, &r, lane, "writes shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
+      report(b, w, &r, lane, "writes shared byte %llu, which a cp.async may still be writing",
+             (unsigned long long)(k * grain));
     }
     if (word.reading) {
-      report(b, w, &r, lane, "writes shared byte %llu, which a wgmma may still be reading", (unsigned long long)(k * grain));
+      report(b, w, &r, lane, "writes shared byte %llu, which a wgmma may still be reading",
+             (unsigned long long)(k * grain));
     }
-    if (word.mbarrier) report(b, w, &r, lane, "writes shared byte %llu of an mbarrier in use", (unsigned long long)(k * grain));
+    if (word.mbarrier)
+      report(b, w, &r, lane, "writes shared byte %llu of an mbarrier in use", (unsigned long long)(k * grain));
     const bool other_warp = word.writer != w.id && word.write_clock > w.clocks[word.writer];
     const bool same_instruction = word.writer == w.id && word.step == steps && word.lane != lane;
     if (other_warp && equal) {
@@ -76,9 +86,11 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
       continue;
     }
     if (other_warp && word.writer >= warps) {
-      report(b, w, &r, lane, "writes shared byte %llu that a bulk copy wrote, without a wait at its mbarrier", (unsigned long long)(k * grain));
+      report(b, w, &r, lane, "writes shared byte %llu that a bulk copy wrote, without a wait at its mbarrier",
+             (unsigned long long)(k * grain));
     } else if (other_warp) {
-      report(b, w, &r, lane, "writes shared byte %llu that warp %u lane %u wrote with another value, with no barrier between",
+      report(b, w, &r, lane,
+             "writes shared byte %llu that warp %u lane %u wrote with another value, with no barrier between",
              (unsigned long long)(k * grain), word.writer, word.lane);
     }
     if (same_instruction && !equal) {
@@ -87,12 +99,14 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
     }
     const bool read_here = word.reader == w.id && word.reader_clock == w.clocks[w.id];
     if (read_here && !equal && word.reading_lanes & ~(1u << lane)) {
-      report(b, w, &r, lane, "writes shared byte %llu that another lane of its warp reads, with no bar.warp.sync between",
+      report(b, w, &r, lane,
+             "writes shared byte %llu that another lane of its warp reads, with no bar.warp.sync between",
              (unsigned long long)(k * grain));
     }
     for (u32 v = 0; v < warps; v++) {
       if (v != w.id && b.read_clocks[k * warps + v] > w.clocks[v]) {
-        report(b, w, &r, lane, "writes shared byte %llu that warp %u reads, with no barrier between", (unsigned long long)(k * grain), v);
+        report(b, w, &r, lane, "writes shared byte %llu that warp %u reads, with no barrier between",
+               (unsigned long long)(k * grain), v);
         break;
       }
     }
@@ -143,7 +157,8 @@ bool Launch::may_read_async(Block& b, Warp& w, const Record& r, u64 at, u32 size
     SharedWord& word = b.words[k];
     word.reading++;
     if (!fenced(b, w, word)) {
-      report(b, w, &r, kLanes, "reads shared byte %llu that warp %u wrote, with no fence.proxy.async between", (unsigned long long)(k * grain), word.writer);
+      report(b, w, &r, kLanes, "reads shared byte %llu that warp %u wrote, with no fence.proxy.async between",
+             (unsigned long long)(k * grain), word.writer);
     }
   }
   return true;
@@ -154,7 +169,8 @@ bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   const u32 grain = program.shared_grain;
   for (u64 k = at / grain; at + size <= request.shared_bytes && k <= (at + size - 1) / grain; k++) {
     if (!fenced(b, w, b.words[k])) {
-      report(b, w, &r, lane, "writes shared byte %llu that warp %u wrote, with no fence.proxy.async between", (unsigned long long)(k * grain), b.words[k].writer);
+      report(b, w, &r, lane, "writes shared byte %llu that warp %u wrote, with no fence.proxy.async between",
+             (unsigned long long)(k * grain), b.words[k].writer);
     }
   }
   return may_write_shared(b, w, r, lane, at, size, nullptr, true);

@@ -62,7 +62,8 @@ Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
     }
     for (u32 k = 0; k < 8; k++) {
       const u64 row = at[8 * q + k];
-      if (!launch.may_write_shared(b, w, r, 8 * q + k, row, 16, reinterpret_cast<const u8*>(tile[k]), false)) return Next::leave;
+      if (!launch.may_write_shared(b, w, r, 8 * q + k, row, 16, reinterpret_cast<const u8*>(tile[k]), false))
+        return Next::leave;
       std::memcpy(&b.shared[row], tile[k], 16);
       std::memcpy(&b.shared_defined[row], defined[k], 16);
     }

@@ -47,7 +47,8 @@ struct Tf32 {  // the lower 13 bits are ignored
 // Reads `rows` rows of A, or columns of B, from number `first` on: of each, 32 bytes along K. Calls
 // put(row - first, k, value) for each element, and sets bad[row - first] for a row with unwritten bytes.
 template <class Kind, class Put>
-bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
+bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major,
+           std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
   constexpr u32 each = 16 / sizeof(Word), depth = 32 / sizeof(Word);
   const Descriptor d(descriptor);
@@ -103,9 +104,11 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
     return false;
   }
   if (known.a == call.a && known.b == call.b) return true;
-  launch.report(b, w, &r, 0,
-                "a wgmma that warp %u of its warpgroup issues differently: descriptors %llx and %llx, in that warp %llx and %llx",
-                known.warp, (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
+  launch.report(
+      b, w, &r, 0,
+      "a wgmma that warp %u of its warpgroup issues differently: descriptors %llx and %llx, in that warp %llx and %llx",
+      known.warp, (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a,
+      (unsigned long long)known.b);
   return false;
 }
 
@@ -138,9 +141,11 @@ void finish(Launch& launch, Block& b, Warp& w, const Record& r, const Product& p
     u64& undefined = w.undefined[product.registers[q] / 64];
     const u32* other = std::find_if(to, to + kLanes, [](u32 x) { return x != kPoison; });
     if (other != to + kLanes || undefined != ~u64(0)) {
-      launch.report(b, w, &r, static_cast<u32>(other - to) % kLanes, "accumulator %u was written while a wgmma may still have been running", q);
+      launch.report(b, w, &r, static_cast<u32>(other - to) % kLanes,
+                    "accumulator %u was written while a wgmma may still have been running", q);
     }
-    for (u32 l = 0; l < kLanes; l++) to[l] = bits<u32>(product.sums[row_of(l, q) * 2 * product.count + column_of(l, q)]);
+    for (u32 l = 0; l < kLanes; l++)
+      to[l] = bits<u32>(product.sums[row_of(l, q) * 2 * product.count + column_of(l, q)]);
     undefined = product.undefined[q];
   }
 }
@@ -157,10 +162,12 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   const u64* of_a = lanes_of<const u64>(launch, w, r, count);
   const u64* of_b = lanes_of<const u64>(launch, w, r, count + 1);
   const u32 scale = predicate(launch, w, r, count + 2);
-  const bool fine = uniform(launch, b, w, r, of_a, "the descriptor of A") && uniform(launch, b, w, r, of_b, "the descriptor of B");
+  const bool fine =
+      uniform(launch, b, w, r, of_a, "the descriptor of A") && uniform(launch, b, w, r, of_b, "the descriptor of B");
   launch.failed |= !fine || !agree(launch, b, w, r, {launch.index_of(r), scale & 1, of_a[0], of_b[0], w.id});
   if (!launch.failed && (!Descriptor(of_a[0]).known || !Descriptor(of_b[0]).known || (scale && scale != kAll))) {
-    launch.report(b, w, &r, 0, "a descriptor or scale that is not modelled: %llx, %llx, %08x", (unsigned long long)of_a[0], (unsigned long long)of_b[0], scale);
+    launch.report(b, w, &r, 0, "a descriptor or scale that is not modelled: %llx, %llx, %08x",
+                  (unsigned long long)of_a[0], (unsigned long long)of_b[0], scale);
     launch.failed = true;
   }
   if (launch.failed) return Next::leave;
@@ -172,8 +179,10 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   static thread_local f32 bt[depth][kMaxColumns];
   std::vector<bool> bad_rows(16), bad_columns(columns);
   const u32 first = w.id % 4 * 16;
-  if (!fetch<Kind>(launch, b, w, r, of_a[0], first, 16, !(r.elements & 1), bad_rows, [&](u32 row, u32 k, f32 x) { a[row][k] = x; }) ||
-      !fetch<Kind>(launch, b, w, r, of_b[0], 0, columns, !(r.elements & 2), bad_columns, [&](u32 n, u32 k, f32 x) { bt[k][n] = x; })) {
+  if (!fetch<Kind>(launch, b, w, r, of_a[0], first, 16, !(r.elements & 1), bad_rows,
+                   [&](u32 row, u32 k, f32 x) { a[row][k] = x; }) ||
+      !fetch<Kind>(launch, b, w, r, of_b[0], 0, columns, !(r.elements & 2), bad_columns,
+                   [&](u32 n, u32 k, f32 x) { bt[k][n] = x; })) {
     return Next::leave;
   }
   Product& product = product_of(launch, w, r, count);
@@ -193,7 +202,8 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
       if (bad_rows[row_of(l, q)] || bad_columns[column_of(l, q)]) product.undefined[q] |= both(1u << l);
     }
   }
-  launch.undefined_from(r, "wgmma (before its wgmma.wait_group, on unwritten shared bytes or on undefined accumulators)");
+  launch.undefined_from(r,
+                        "wgmma (before its wgmma.wait_group, on unwritten shared bytes or on undefined accumulators)");
   return next;
 }
 
@@ -246,7 +256,8 @@ void Launch::check_agreements(Block& b) {
     for (u32 q = 0; q < 4 && !group.calls.empty(); q++) {
       if (group.issued[q] > group.first) continue;
       const Agreement::Call& call = group.calls.front();
-      report(b, b.warps[4 * g + q], program.records + call.pc, 0, "a wgmma that warp %u issues and this warp of its warpgroup never does", call.warp);
+      report(b, b.warps[4 * g + q], program.records + call.pc, 0,
+             "a wgmma that warp %u issues and this warp of its warpgroup never does", call.warp);
       failed = true;
       break;
     }
