@@ -241,22 +241,72 @@ def test_a_read_of_another_lanes_atomic_needs_a_barrier():
         run(ATOMIC.format(then="", other=4), ints())
 
 
-def test_errors_of_approximate_instructions_are_bounded_and_repeat():
-    body = "ld.global.f32 %f0, [%d3]; ex2.approx.ftz.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
-    x = torch.linspace(-20, 20, 1024)
-    exact = torch.exp2(x.double())
-    results = [run(body, x, threads=1024, seed=seed) for seed in (0, 1, 2, 1)]
-    assert torch.equal(results[0], exact.float())
-    assert torch.equal(results[1], results[3])
+QUOTIENT = "mov.f32 %f2, 0f3FC00000; {}.f32 %f1, %f2, %f0;"  # 1.5 / x
+
+
+@pytest.mark.parametrize(
+    ("instruction", "exact", "ulps"),
+    [
+        ("rcp.approx.f32 %f1, %f0;", lambda x: 1 / x, 1),
+        ("ex2.approx.f32 %f1, %f0;", torch.exp2, 2),
+        (QUOTIENT.format("div.full"), lambda x: 1.5 / x, 2),
+        (QUOTIENT.format("div.approx"), lambda x: 1.5 / x, 2),
+    ],
+)
+def test_errors_in_ulps(instruction, exact, ulps):
+    """The PTX ISA bounds them by ulps. So next to 2^k an error is up to twice as large, in relation to the result, as
+    next to 2^(k + 1)."""
+    body = f"ld.global.f32 %f0, [%d3]; {instruction} st.global.f32 [%d4], %f1;"
+    x = torch.linspace(-2.003, -0.998, 1024)
+    results = [run(body, x, threads=1024, seed=seed) for seed in (0, 1, 2, 3, 1)]
+    rounded = exact(x.double()).float().view(torch.int32)
+    assert torch.equal(results[0].view(torch.int32), rounded)
+    assert torch.equal(results[1], results[4])
     assert not torch.equal(results[1], results[2])
-    for result in results:
-        assert ((result.double() - exact) / exact).abs().max() <= 2**-22
+    steps = torch.stack(results[1:]).view(torch.int32) - rounded
+    assert steps.unique().tolist() == [k for k in range(-ulps, ulps + 1) if k]
 
 
-@pytest.mark.parametrize(("name", "exact", "bound"), [("lg2", torch.log2, 2**-22), ("sin", torch.sin, 2**-20.5)])
-def test_absolute_errors_of_approximate_instructions_are_bounded(name, exact, bound):
+@pytest.mark.parametrize(
+    ("instruction", "given", "expected"),
+    [
+        ("rcp.approx.f32 %f1, %f0;", [0.0, -0.0, math.inf, -math.inf], [math.inf, -math.inf, 0.0, -0.0]),
+        ("ex2.approx.f32 %f1, %f0;", [0.0, -0.0, math.inf, -math.inf], [1.0, 1.0, math.inf, 0.0]),
+        ("tanh.approx.f32 %f1, %f0;", [0.0, -0.0, math.inf, -math.inf], [0.0, -0.0, 1.0, -1.0]),
+        ("sin.approx.f32 %f1, %f0;", [0.0, -0.0, math.inf], [0.0, -0.0, math.nan]),
+        ("cos.approx.f32 %f1, %f0;", [0.0, -0.0, math.inf], [1.0, 1.0, math.nan]),
+        (QUOTIENT.format("div.approx"), [1.5 * 2**126, -1.5 * 2**126, math.inf], [0.0, -0.0, 0.0]),
+        ("div.approx.f32 %f1, %f0, 0f7F000001;", [math.inf, -3.0], [math.nan, -0.0]),  # the divisor is above 2^126
+    ],
+)
+def test_values_that_the_isa_tabulates_get_no_error(instruction, given, expected):
+    x = torch.tensor(given)
+    body = f"ld.global.f32 %f0, [%d3]; {instruction} st.global.f32 [%d4], %f1;"
+    for seed in (0, 1, 2):
+        got = run(body, x, threads=len(given), seed=seed)
+        torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+        assert got.signbit()[~got.isnan()].tolist() == [math.copysign(1, each) < 0 for each in expected if each == each]
+
+
+def test_reciprocals_in_float64_flush_subnormal_numbers():
+    """rcp.approx.ftz.f64 of a subnormal number is infinite; a subnormal result becomes zero."""
+    body = """
+    mul.wide.u32 %d5, %r0, 8; add.s64 %d6, %d0, %d5; add.s64 %d7, %d1, %d5;
+    ld.global.f64 %d8, [%d6]; rcp.approx.ftz.f64 %d9, %d8; st.global.f64 [%d7], %d9;
+    """
+    x = torch.tensor([2.0**-1023, -(2.0**-1023), 2.0**1023, 2.0, math.nan], dtype=torch.float64)
+    got = run(body, x, threads=5)
+    assert got[:4].tolist() == [math.inf, -math.inf, 0.0, 0.5]
+    assert got.view(torch.int64)[4] == 0x7FFFFFFF << 32
+
+
+@pytest.mark.parametrize(
+    ("name", "exact", "bound", "start"),
+    [("lg2", torch.log2, 2**-22, 0.51), ("sin", torch.sin, 2**-20.5, 0.51), ("cos", torch.cos, 2**-14.7, 300.0)],
+)
+def test_absolute_errors_of_approximate_instructions_are_bounded(name, exact, bound, start):
     body = f"ld.global.f32 %f0, [%d3]; {name}.approx.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
-    x = torch.linspace(0.51, 1.99, 1024)
+    x = torch.linspace(start, start + 1.48, 1024)
     results = [run(body, x, threads=1024, seed=seed) for seed in range(8)]
     errors = torch.stack(results[1:]).double() - exact(x.double())
     assert bound / 2 < errors.abs().max() <= bound

@@ -123,7 +123,7 @@ void add_floats(Table& t) {
   binary<f32, f32, f32>(t, "div.full.ftz.f32", [](f32 x, f32 y) {
     return one_nan(flush(quotient(flush(x), flush(y))));
   });
-  binary<f32, f32, f32>(t, "div.approx.f32", [](f32 x, f32 y) { return one_nan(quotient(x, y)); });
+  binary<f32, f32, f32>(t, "div.approx.f32", [](f32 x, f32 y) { return one_nan(fast_quotient(x, y)); });
   unary<f32, f32>(t, "sqrt.ftz.f32", [](f32 x) { return flush(std::sqrt(flush(x))); });
   unary<f32, f32>(t, "rcp.ftz.f32", [](f32 x) { return flush(1 / flush(x)); });
   unary<f32, f32>(t, "ex2.approx.f32", [](f32 x) { return ex2(x); });

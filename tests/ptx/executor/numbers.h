@@ -26,7 +26,10 @@ inline f32 from_f16(u16 x) { return static_cast<f32>(bits<_Float16>(x)); }
 inline u16 to_f16(f32 f) { return f != f ? u16(0x7fff) : bits<u16>(static_cast<_Float16>(f)); }
 
 // Replaces subnormal numbers by zero of the same sign.
-inline f32 flush(f32 x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
+template <class T>
+inline T flush(T x) {
+  return std::fabs(x) < std::numeric_limits<T>::min() ? std::copysign(T(0), x) : x;
+}
 
 // min and max: the result for a NaN and a number is the number; -0 is less than +0.
 template <class T>
