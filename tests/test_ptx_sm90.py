@@ -397,6 +397,13 @@ def test_misuse_of_a_product(change, message):
         one_product(**change)
 
 
+@pytest.mark.parametrize("bit", [*range(14, 16), *range(30, 32), *range(46, 62)])
+def test_a_descriptor_with_a_bit_that_is_not_modelled(bit):
+    """Bits 49 to 51 are the base offset; the PTX ISA does not list the others."""
+    with pytest.raises(PtxError, match="a descriptor or scale that is not modelled"):
+        one_product(descriptor=3 << 62 | 16 << 32 | 1 << bit)
+
+
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_stmatrix_is_undone_by_ldmatrix(transposed):
     """Lane i gives the address of row i % 8 of matrix i // 8, a row of 16 bytes."""

@@ -11,14 +11,16 @@ constexpr u32 kMaxColumns = 256;
 
 // The matrix descriptor of the PTX ISA. Bits 0-13: address; 16-29: leading byte offset; 32-45: stride byte offset, all
 // three in units of 16 bytes; 49-51: base offset; 62-63: swizzle, 1 for 128 bytes, 2 for 64 and 3 for 32. span: bytes
-// of the swizzle. known: whether the executor models this descriptor.
+// of the swizzle. known: whether the executor models this descriptor: it has a swizzle, and all other bits are 0, those
+// of the base offset too.
 struct Descriptor {
+  static constexpr u64 kModelled = 0x3fffull | 0x3fffull << 16 | 0x3fffull << 32 | 3ull << 62;
   u32 start, leading, stride, span, row_chunks;
   bool known;
   explicit Descriptor(u64 d)
       : start(static_cast<u32>(d & 0x3fff) << 4), leading(static_cast<u32>(d >> 16 & 0x3fff) << 4),
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
-        known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
+        known(d >> 62 && !(d & ~kModelled)) {}
 
   // Address of a chunk of 16 bytes; `chunk` is its index in `line`. If k_major, a line is a row of A or a column of B,
   // and its chunks follow each other along K. Else a line is an index of K, and its chunks follow each other along M
