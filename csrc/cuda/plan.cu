@@ -244,7 +244,7 @@ cudaError_t launch_plan(const Requests<Index>& requests, const Plan& plan, int32
   return launch(plan_rank_kernel<Index>, grid, kThreads, shared_bytes, stream, requests, plan, counts);
 }
 
-constexpr int64_t kMaxIndex = INT32_MAX, kMaxExperts = int64_t(65535) * kWindow;
+constexpr int64_t kMaxIndex = INT32_MAX, kMaxExperts = int64_t(65535) * kWindow, kMaxChunks = 1024;
 
 }  // namespace
 
@@ -255,7 +255,8 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
   if (tokens < 0 || tokens > kMaxIndex || k < 0 || k > kMaxIndex) return cudaErrorInvalidValue;
   if (num_experts < 1 || num_experts > kMaxExperts) return cudaErrorInvalidValue;
   if (tokens * k > kMaxIndex || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
-  if (rows < 0 || rows > tokens * k || chunks < 1 || chunks > kWindow) return cudaErrorInvalidValue;
+  if (rows < std::min(tokens * k, num_experts * capacity) || rows > tokens * k) return cudaErrorInvalidValue;
+  if (chunks < 1 || chunks > kMaxChunks) return cudaErrorInvalidValue;
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
                   static_cast<int32_t>(capacity), static_cast<int32_t>(rows)};
   const int64_t tiles = (tokens * k + kTile - 1) / kTile;

@@ -356,6 +356,16 @@ bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
          batch <= INT32_MAX && n >= 0 && n <= kLargest;
 }
 
+// Whether a matrix has as many bytes of scratch memory as ops.h says.
+bool fits(int dtype, int64_t scratch_stride, int64_t n) {
+  if (n <= WarpGroup::kN) return scratch_stride >= 8 && scratch_stride % 8 == 0;
+  return dtype == float32 || scratch_stride >= 4 * n * n;
+}
+bool fits_bwd(int64_t scratch_stride, int64_t iterations, int64_t n) {
+  const int64_t left = scratch_stride / 8 - (n <= WholeBlock::kN ? 1 : n * n);
+  return scratch_stride % 8 == 0 && left >= 0 && left / (2 * n) >= iterations;
+}
+
 }  // namespace
 
 cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
@@ -364,6 +374,7 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
                          cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
+  if (!fits(dtype, scratch_stride, n)) return cudaErrorInvalidValue;
   const Matrices from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
   const Sums sums{rows, columns, tolerance, nullptr, nullptr};
@@ -388,6 +399,7 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
                          double* drows, double* dcolumns, cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
+  if (!fits_bwd(scratch_stride, iterations, n)) return cudaErrorInvalidValue;
   const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
   const Sums sums{rows, columns, tolerance, drows, dcolumns};
