@@ -9,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from ptx import build, machine
+from ptx import build, coverage, machine
 from ptx.machine import PtxError, Settings, extents
 from ptx.text import Unsupported, entry_names
 
@@ -353,3 +353,17 @@ def test_mma_of_fragments():
         g, t = lane // 4, lane % 4
         got[g, 2 * t : 2 * t + 2], got[g + 8, 2 * t : 2 * t + 2] = out[lane, :2], out[lane, 2:]
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_source_line_is_counted_once_and_its_places_for_each_kernel():
+    places = [
+        {"a.py:1": (1, 2), "a.py:2 in a.py:9": (0, 1), "a.py:3": (1, 1), "a.py:3 bar.sync": (0, 1)},
+        {"a.py:2 in a.py:7": (2, 2), "b.py:1": (0, 3), "no source line": (0, 1)},
+    ]
+    kernels = {f"triton {k}": {"launches": 1, "specialisations": [k], "places": each} for k, each in enumerate(places)}
+    data = coverage.merge({}, {"launches": 2, "steps": 9, "seconds": 0.1, "kernels": kernels})
+    assert coverage.lines(data) == {"a.py:1": True, "a.py:2": True, "a.py:3": True, "b.py:1": False}
+    missed = coverage.missed(data)
+    assert missed == {"triton 0": ["a.py:2 in a.py:9", "a.py:3 bar.sync"], "triton 1": ["b.py:1", "no source line"]}
+    assert coverage.waits_missed(data) == ["triton 0: bar.sync at a.py:3"]
+    assert "2 of 4 places never executed" in coverage.report(data)

@@ -1,4 +1,8 @@
-"""For each kernel the source lines that were executed and those that never were, over all test processes."""
+"""For each kernel the places in its sources that were executed and those that never were, over all test processes.
+
+A place is a source line. A line of an inlined function is one place for each call, and each kind of barrier or wait
+(WAITS) on a line is a place of its own. Every kernel counts its own places; `lines` counts a source line once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ def family(title: str) -> str:
 
 
 def places(kernel: Kernel) -> list[str]:
-    """For each instruction its place: the source line, and for a barrier or wait (WAITS) also the opcode."""
+    """For each instruction its place: the source line, of an inlined function also the line of the call, and for a
+    barrier or wait also the opcode."""
     found = []
     for pc, text in enumerate(kernel.texts):
         opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
@@ -29,17 +34,17 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, in plain containers, which pytest-xdist can send. lines: place -> (how many of its
-    instructions ran, how many it has)."""
+    """The coverage of this process, in plain containers, which pytest-xdist can send. places: place -> (how many of
+    its instructions ran, how many it has)."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
-        entry = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
+        entry = kernels.setdefault(name, {"launches": 0, "specialisations": [], "places": {}})
         entry["launches"] += ran.launches
         entry["specialisations"].append(ran.kernel.key)
         for place, runs in zip(places(ran.kernel), ran.counters["runs"], strict=False):
-            executed, all_of_them = entry["lines"].get(place, (0, 0))
-            entry["lines"][place] = executed + bool(runs), all_of_them + 1
+            executed, all_of_them = entry["places"].get(place, (0, 0))
+            entry["places"][place] = executed + bool(runs), all_of_them + 1
     return {"launches": session.launches, "steps": session.steps, "seconds": session.seconds, "kernels": kernels}
 
 
@@ -48,21 +53,32 @@ def merge(into: Data, other: Data) -> Data:
         into[name] = into.get(name, 0) + other[name]
     kernels = into.setdefault("kernels", {})
     for name, entry in other["kernels"].items():
-        total = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
+        total = kernels.setdefault(name, {"launches": 0, "specialisations": [], "places": {}})
         total["launches"] += entry["launches"]
         total["specialisations"] = sorted({*total["specialisations"], *entry["specialisations"]})
-        for place, (executed, all_of_them) in entry["lines"].items():
-            before = total["lines"].get(place, (0, 0))
-            total["lines"][place] = before[0] + executed, before[1] + all_of_them
+        for place, (executed, all_of_them) in entry["places"].items():
+            before = total["places"].get(place, (0, 0))
+            total["places"][place] = before[0] + executed, before[1] + all_of_them
     return into
 
 
 def missed(data: Data) -> dict[str, list[str]]:
     """By kernel, the places that no specialisation executed."""
     return {
-        name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
+        name: [place for place, (executed, _) in sorted(entry["places"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())
     }
+
+
+def lines(data: Data) -> dict[str, bool]:
+    """For each source line, whether any instruction of it was executed in any kernel."""
+    found: dict[str, bool] = {}
+    for entry in data["kernels"].values():
+        for place, (executed, _) in entry["places"].items():
+            line = place.split(" ")[0]
+            if line != "no":  # "no source line"
+                found[line] = found.get(line, False) or bool(executed)
+    return found
 
 
 def waits_missed(data: Data) -> list[str]:
@@ -75,12 +91,12 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    lines = []
+    found = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]
-        lines.append(
+        found.append(
             f"{name}: {entry['launches']} launches, {len(entry['specialisations'])} specialisations, "
-            f"{len(places_missed)} of {len(entry['lines'])} places never executed"
+            f"{len(places_missed)} of {len(entry['places'])} places never executed"
         )
-        lines += [f"    {place}" for place in places_missed]
-    return "\n".join(lines)
+        found += [f"    {place}" for place in places_missed]
+    return "\n".join(found)

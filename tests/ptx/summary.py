@@ -1,4 +1,4 @@
-"""A plugin of pytest that adds to the summary how many launches the executor ran, and which source lines never ran."""
+"""A plugin of pytest that adds to the summary how many launches the executor ran, and what never ran."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     specialisations, sm_90_specialisations = (
         sum(len(each["specialisations"]) for each in some) for some in (data["kernels"].values(), of_sm_90)
     )
-    places = [len(each["lines"]) for each in data["kernels"].values()]
-    missed = coverage.missed(data)
+    places = [len(each["places"]) for each in data["kernels"].values()]
+    missed, lines = coverage.missed(data), coverage.lines(data)
     text = coverage.report(data)
     terminalreporter.section("compiled PTX, executed on the CPU")
     kernels = {name.replace(SM_90, "triton") for name in data["kernels"]}  # a kernel for sm_80 and sm_90 counts once
@@ -74,7 +74,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         f"of these for sm_90: {sum(each['launches'] for each in of_sm_90)} launches of {len(of_sm_90)} kernels in "
         f"{sm_90_specialisations} specialisations"
     )
-    terminalreporter.write_line(f"places in sources never executed: {sum(map(len, missed.values()))} of {sum(places)}")
+    terminalreporter.write_line(
+        f"source lines that no kernel executed: {len(lines) - sum(lines.values())} of {len(lines)}; places (lines, "
+        f"calls and waits of each kernel) never executed: {sum(map(len, missed.values()))} of {sum(places)}"
+    )
     file = build.cache_folder() / "coverage.txt"
     file.write_text(text + "\n")
     terminalreporter.write_line(f"listed in {file}")
