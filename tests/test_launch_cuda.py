@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import nvcc_or_skip, simt
 from ptx import cuda_launch
+from ptx.machine import PtxError
 
 import moe_kernels as mk
 import python_ref.sinkhorn as sinkhorn_reference
@@ -121,6 +122,17 @@ def test_tree_gate_fits_99_kb(num_experts):
     expected, _ = tree_reference.tree_gate(x, split, leaf, gamma=4.0)
     torch.testing.assert_close(gates, expected)
     torch.testing.assert_close(got, torch.autograd.grad(expected, (x, split, leaf), grad), rtol=1e-4, atol=1e-5)
+
+
+@needs_the_executor
+def test_static_shared_memory_counts_towards_the_limit_of_a_block():
+    """For 1024 experts plan_rank_kernel takes 40 KB of dynamic shared memory, and some static memory."""
+    experts = torch.zeros(4, 1, dtype=torch.int64)
+    with cuda_launch.use():
+        with cuda_launch.device(40 * 1024), pytest.raises(PtxError, match=r"static and dynamic; a block has 40960"):
+            mk.make_plan(experts, 1024, backend="cuda")
+        with cuda_launch.device(41 * 1024):
+            mk.make_plan(experts, 1024, backend="cuda")
 
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):

@@ -29,17 +29,21 @@ HEAD = """
 """
 
 
-def run(body, given, threads=32, seed=0, out=None):
+def run(body, given, threads=32, seed=0, out=None, tensor_map=b"", end="ret;"):
     """Executes HEAD and `body` in one block; returns `out`, which by default has one element for each thread.
 
     HEAD sets %r0 to the thread's index, %r1 to its lane, %r2 to 4 times the index, %d0 and %d1 to the addresses of
-    `given` and `out`, and %d3 and %d4 to the addresses of the thread's elements there, of 4 bytes each.
+    `given` and `out`, and %d3 and %d4 to the addresses of the thread's elements there, of 4 bytes each. If there is a
+    tensor map (tensor_map.encode), its address is in %d10.
     """
-    text = HEAD + textwrap.dedent(body) + "\nret;\n}\n"
+    text = HEAD + textwrap.dedent(body) + f"\n{end}\n}}\n"
+    if tensor_map:
+        text = text.replace("probe(", "probe(.param .align 64 .b8 map[128], ")
+        text = text.replace("mov.u32 %r0,", "mov.b64 %d10, map; cvta.param.u64 %d10, %d10; mov.u32 %r0,")
     (name,) = entry_names(text)
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads, dtype=given.dtype) if out is None else out
-    parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
+    parameters = tensor_map + np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
     settings = Settings(seed | seed << 16, 1_000_000)  # upper 16 bits: for errors added to .approx results
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (1,), (threads,), shared, parameters, extents([given, out]), settings))
