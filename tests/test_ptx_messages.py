@@ -25,7 +25,29 @@ CASES = {
     "no end": ("add.s32 %r3, %r0, 1;", "ran past the last instruction"),
     # undefined values
     "undefined guard": ("{garbage} setp.eq.s32 %p0, %r3, 0; @%p0 trap;", "a guard is undefined"),
+    "undefined predicate": (
+        "{garbage} setp.eq.s32 %p0, %r3, 0; bar.red.or.pred %p1, 0, %p0;",
+        "the predicate of a bar.red is",
+    ),
     "undefined address of a load": ("{garbage} ld.shared.u32 %r4, [%r3];", "an address is undefined"),
+    "undefined address of a matrix": (
+        "{garbage} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r4}}, [%r3];",
+        "an address is",
+    ),
+    "undefined address of a fragment": (
+        "{garbage} stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r3], {{%r0}};",
+        "an address is",
+    ),
+    "undefined target of a copy": ("{garbage} cp.async.ca.shared.global [%r3], [%d3], 4;", "an address is undefined"),
+    "undefined source of a copy": (
+        "{garbage} cvt.u64.u32 %d5, %r3; cp.async.ca.shared.global [memory], [%d5], 4;",
+        "an address is undefined",
+    ),
+    "undefined size of a copy": (
+        "{garbage} cp.async.ca.shared.global [memory], [%d3], 4, %r3;",
+        "the number of bytes to copy is undefined",
+    ),
+    "undefined mbarrier": ("{garbage} mbarrier.init.shared::cta.b64 [%r3], 1;", "an operand of an mbarrier is"),
     "undefined value": (
         "st.global.u32 [%d4], %r0; xor.b32 %r3, %r2, 4; cvt.u64.u32 %d5, %r3; add.s64 %d5, %d1, %d5; "
         "ld.global.u32 %r4, [%d5]; st.global.u32 [%d3], %r4;",
@@ -57,6 +79,14 @@ CASES = {
     "write before the wait": (
         "{element} cp.async.ca.shared.global [%r6], [%d3], 4; st.shared.u32 [%r6], %r0;",
         r"writes shared byte \d+, which a cp\.async may still be writing",
+    ),
+    "too many bytes": (
+        "mov.u32 %r3, 8; cp.async.ca.shared.global [memory], [%d0], 4, %r3;",
+        "reads 8 bytes for a copy of 4",
+    ),
+    "misaligned copy of no bytes": (
+        "mov.u32 %r3, 0; add.s64 %d5, %d3, 2; cp.async.ca.shared.global [memory], [%d5], 4, %r3;",
+        "is not a multiple of 4",
     ),
     "commit by some lanes": (
         "{few} @%p0 cp.async.commit_group;",
@@ -173,6 +203,7 @@ def test_bulk_copy():
 
 
 BULK_CASES = {
+    "undefined corner": ({"before": "ld.shared.b32 %r7, [memory+1000];"}, "an address or coordinate is undefined"),
     "no arrival": (
         {"arrive": ""},
         "waits at the mbarrier at 2048: 1 arrivals are missing, and 256 of 0 bytes have arrived",

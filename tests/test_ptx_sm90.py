@@ -396,6 +396,7 @@ def test_one_product():
             {"scale": f"{ADD} add.f32 %f1, %f1, %f1;"},
             "on some path no wgmma.fence follows the last access to the accumulators, or the kernel's start",
         ),
+        ({"before": "ld.shared.b64 %d6, [memory+4000];"}, "a descriptor or scale is undefined"),
         ({"before": "cvt.u64.u32 %d9, %r1; add.s64 %d6, %d6, %d9;"}, "lane 1: lanes differ in the descriptor of A"),
         ({"descriptor": 16 << 32}, "a descriptor or scale that is not modelled"),
         (

@@ -16,8 +16,9 @@ The following raise a `PtxError` that names the kernel, PTX line, source line, b
   a warpgroup;
 * different values stored to one address by lanes of one instruction, or by threads with no synchronization between (not
   checked in memory ranges of more than 1 GiB);
-* an undefined value that is stored to global memory, or decides a branch or an address: a value from unwritten shared
-  bytes, from an accumulator before the wait, or from global memory that another thread wrote with no synchronization;
+* an undefined value that is stored to global memory, or decides a branch, an address, the size of a copy, a wgmma, an
+  mbarrier or a bar.red: a value from unwritten shared bytes, from an accumulator before the wait, or from global memory
+  that another thread wrote with no synchronization;
 * a .sync instruction whose mask contains lanes that never execute it, or lacks a lane that does;
 * a barrier that some warps or lanes never reach; more instructions than `step_limit` (machine.Settings).
 

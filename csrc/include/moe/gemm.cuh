@@ -156,8 +156,8 @@ class AcrossK {
   }
 };
 
-// As AcrossK, with gathered rows: the row for k is row index[k] of the matrix, or zeros if index[k] is negative. If
-// `index` is nullptr, the row for k is row k.
+// As AcrossK, with gathered rows: the row for k is row index[k] of the matrix, or zeros if index[k] is negative; the
+// address then lies before the matrix. If `index` is nullptr, the row for k is row k.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;

@@ -69,6 +69,7 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
 // Operands: shared address (its offset is `immediate`), tensor map, mbarrier, coordinates. elements: number of
 // dimensions.
 Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  for (u32 k = 0; k < r.count; k++) check_defined(launch, b, w, r, k, mask, "an address or coordinate");
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = __builtin_ctz(rest);
     TensorMap map;

@@ -132,6 +132,7 @@ template <char how>  // operands: destination, source
 Next barrier_reduce(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   Next next;
   if (!arrive(launch, b, w, r, mask, next)) return next;
+  check_defined(launch, b, w, r, 1, w.live, "the predicate of a bar.red");
   const u32 yes = predicate(launch, w, r, 1) & w.live;
   w.reduction = launch.operand(r, 0);
   w.reduction_how = how;

@@ -10,6 +10,7 @@ namespace {
 // The address of an mbarrier: operand k, which must be equal in all lanes of `mask`, plus `immediate`. ~0 after an
 // error.
 u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
+  for (u32 q = k; q < r.count; q++) check_defined(launch, b, w, r, q, mask, "an operand of an mbarrier");
   const u32* base = lanes_of<const u32>(launch, w, r, k);
   const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
   u32 other = 0;

@@ -15,11 +15,6 @@ void addresses(const Launch& launch, Warp& w, const Record& r, u32 k, bool share
   }
 }
 
-void check_address(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
-  const u32 undefined = static_cast<u32>(either(undefined_lanes(launch, w, r, k))) & mask;
-  launch.undefined_use(b, w, r, undefined, "an address");
-}
-
 u64 extended(const u8* from, u32 size, bool is_signed) {
   u64 value = 0;
   std::memcpy(&value, from, size);
@@ -45,7 +40,7 @@ Next load_parameter(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) 
 Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
   addresses(launch, w, r, r.count - 1u, false, r.immediate, at);
-  check_address(launch, b, w, r, r.count - 1u, mask);
+  check_defined(launch, b, w, r, r.count - 1u, mask, "an address");
   if (!launch.may_access_global(b, w, r, mask, at, r.size * r.elements, Launch::kRead)) return Next::leave;
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, reinterpret_cast<const u8*>(at[l])); });
   const u32 unordered = launch.unordered_reads(b, w, mask, at, r.size * r.elements);
@@ -58,7 +53,7 @@ Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
   addresses(launch, w, r, r.count - 1u, true, r.immediate, at);
-  check_address(launch, b, w, r, r.count - 1u, mask);
+  check_defined(launch, b, w, r, r.count - 1u, mask, "an address");
   const u32 size = r.size * r.elements;
   launch.count_passes(r, mask, at, size);
   u32 undefined = 0;
@@ -105,7 +100,7 @@ void gather_value(Launch& launch, Warp& w, const Record& r, u32 lane, u32 first,
 Next store_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
   addresses(launch, w, r, 0, false, r.immediate, at);
-  check_address(launch, b, w, r, 0, mask);
+  check_defined(launch, b, w, r, 0, mask, "an address");
   const u32 size = r.size * r.elements;
   if (!launch.may_access_global(b, w, r, mask, at, size, Launch::kWrite)) return Next::leave;
   u32 undefined = 0;
@@ -130,7 +125,7 @@ Next store_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
 Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
   addresses(launch, w, r, 0, true, r.immediate, at);
-  check_address(launch, b, w, r, 0, mask);
+  check_defined(launch, b, w, r, 0, mask, "an address");
   const u32 size = r.size * r.elements;
   launch.count_passes(r, mask, at, size);
   const LaneOrder order(launch);
@@ -160,7 +155,7 @@ template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
   addresses(launch, w, r, 1, shared, r.immediate, at);
-  check_address(launch, b, w, r, 1, mask);
+  check_defined(launch, b, w, r, 1, mask, "an address");
   if (shared) {
     launch.count_passes(r, mask, at, sizeof(T));
   } else if (!launch.may_access_global(b, w, r, mask, at, sizeof(T), Launch::kAtomic)) {

@@ -192,6 +192,11 @@ inline void set_undefined(u64& to, u64 value, u32 mask) {
   const u64 lanes = both(mask);
   to = (to & ~lanes) | (value & lanes);
 }
+// Reports that operand k is undefined in some lanes of `mask`.
+inline void check_defined(Launch& launch, const Block& b, Warp& w, const Record& r, u32 k, u32 mask, const char* what) {
+  const u64 undefined = undefined_lanes(launch, w, r, k);
+  if (undefined) launch.undefined_use(b, w, r, static_cast<u32>(either(undefined)) & mask, what);
+}
 template <class F>
 inline void for_lanes(u32 mask, F&& f) {
   for (; mask; mask &= mask - 1) f(static_cast<u32>(__builtin_ctz(mask)));

@@ -11,6 +11,7 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   if (!gather_all(launch, b, w, r, next)) return next;
   const u32 matrices = r.elements, used = matrices == 4 ? kAll : (1u << (8 * matrices)) - 1;
   const u32* base = lanes_of<const u32>(launch, w, r, matrices);
+  check_defined(launch, b, w, r, matrices, used, "an address");
   u64 at[kLanes];
   for (u32 l = 0; l < kLanes; l++) at[l] = static_cast<u32>(base[l] + static_cast<u32>(r.immediate));
   launch.count_passes(r, used, at, 16);
@@ -45,6 +46,7 @@ Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   if (!gather_all(launch, b, w, r, next)) return next;
   const u32 matrices = r.elements, used = matrices == 4 ? kAll : (1u << (8 * matrices)) - 1;
   const u32* base = lanes_of<const u32>(launch, w, r, 0);
+  check_defined(launch, b, w, r, 0, used, "an address");
   u64 at[kLanes];
   for (u32 l = 0; l < kLanes; l++) at[l] = static_cast<u32>(base[l] + static_cast<u32>(r.immediate));
   launch.count_passes(r, used, at, 16);

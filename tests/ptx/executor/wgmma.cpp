@@ -164,6 +164,7 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   const u64* of_a = lanes_of<const u64>(launch, w, r, count);
   const u64* of_b = lanes_of<const u64>(launch, w, r, count + 1);
   const u32 scale = predicate(launch, w, r, count + 2);
+  for (u32 k = 0; k < 3; k++) check_defined(launch, b, w, r, count + k, kAll, "a descriptor or scale");
   const bool fine =
       uniform(launch, b, w, r, of_a, "the descriptor of A") && uniform(launch, b, w, r, of_b, "the descriptor of B");
   launch.failed |= !fine || !agree(launch, b, w, r, {launch.index_of(r), scale & 1, of_a[0], of_b[0], w.id});
