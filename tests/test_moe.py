@@ -364,6 +364,21 @@ def test_room_is_that_of_the_exact_factor(factor):
         assert ExpertChoice(factor)._rows(tokens, experts) == round(exact * tokens / experts)
 
 
+@pytest.mark.parametrize("policy", [TokenChoice(0), TokenChoice(0, group=4), PriorityRouting(0), ExpertChoice(0)])
+def test_a_factor_of_0_drops_every_token(policy):
+    """The output is zero, or with pass_through x, and the experts get zero gradients."""
+    layer, x = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), policy), torch.randn(T, D)
+    out = layer(x)
+    assert not out.plan.kept.any()
+    assert not out.y.any()
+    if isinstance(policy, TokenChoice):
+        assert out.statistics["dropped"] == 1
+        assert not TokenChoice(factor_eval=0)(out.gates[0], training=False)[0].kept.any()
+    torch.testing.assert_close(layer(x, pass_through=True).y, x)
+    out.y.sum().backward()
+    assert not any(each.grad.any() for each in layer.experts.parameters())
+
+
 def test_negative_weights_count_as_choices():
     signed = torch.tensor([[-0.5, 0.0, 0.5]])
     assert nonzero_choices(signed, 3).tolist() == [[0, -1, 2]]

@@ -26,7 +26,8 @@ class TokenChoice:
     """Tokens choose their experts; an expert keeps the first `capacity` requests.
 
     Args:
-        factor: in training capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
+        factor: in training capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped. With 0
+            every request is dropped.
         factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
             summed gate weight: Batch Prioritized Routing (V-MoE, paper 003).
