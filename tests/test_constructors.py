@@ -101,6 +101,8 @@ OUT_OF_RANGE = [
     ("ExpertLayer", {"activation": "sine"}, "activation must be one of None, 'relu'"),
     ("LocalSearch", {"bound": -1.0}, "bound must be finite and at least 0"),
     ("ManualGate", {"assignment": [0, -1]}, "assignment must be from 0"),
+    ("ManualGate", {"assignment": ()}, "assignment must have at least one label, got none"),
+    ("ManualGate", {"assignment": (), "num_experts": 2}, "assignment must have at least one label, got none"),
     ("HashGate", {"frequencies": torch.tensor([1.0, math.nan, 0.0])}, "frequencies must be finite and at least 0"),
     ("HashGate", {"frequencies": torch.tensor([1.0, math.inf, 0.0])}, "frequencies must be finite and at least 0"),
     ("HashGate", {"frequencies": torch.tensor([1, -1, 0])}, "frequencies must be finite and at least 0"),

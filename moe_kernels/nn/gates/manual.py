@@ -39,7 +39,9 @@ class ManualGate(TableGate):
         device: torch.device | str | None = None,
     ) -> None:
         given = tuple(check_int("ManualGate", "assignment", each, 0, 2**31 - 2, "experts") for each in assignment)
-        needed = max(given, default=0) + 1
+        if not given:
+            raise ValueError("ManualGate: assignment must have at least one label, got none")
+        needed = max(given) + 1
         super().__init__(needed if num_experts is None else num_experts, len(given), needed, device)
         self.given = given
         self.reset_parameters()
