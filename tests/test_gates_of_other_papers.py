@@ -172,6 +172,7 @@ def test_stable_routing_by_hand():
     every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gate.router_probs(x, ids), logits.softmax(-1).detach())
     evaluated = gate.eval()(x, ids)  # in evaluation the router over embedded ids chooses, even in stage one
     assert evaluated.losses == {}
     assert torch.equal(evaluated.experts[:, 0].long(), logits.argmax(-1))

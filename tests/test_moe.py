@@ -337,6 +337,28 @@ def test_a_gate_behind_a_permutation(kind):
         PermutedGate(gate, LocalSearch(3, 1))
 
 
+def test_probabilities_behind_a_permutation_are_those_of_its_experts():
+    torch.manual_seed(0)
+    search = LocalSearch(E, 4, bound=1e-3)
+    gate, x = PermutedGate(TopKGate(D, E, 1), search), torch.randn(T, D)
+    own = gate.gate.router_probs(x)
+    torch.testing.assert_close(gate.router_probs(x), own)  # the identity, before the first step
+    gate(x)
+    expected = own.double() @ search.soft[0].double()
+    torch.testing.assert_close(gate.router_probs(x).double(), expected / expected.sum(-1, keepdim=True))
+    assert search.step == 1
+    with torch.no_grad():
+        search.scores[0] = torch.eye(E)[[2, 0, 3, 1]]
+    for training in (True, True, False, True, True):
+        out = gate.train(training)(x)
+    assert search.hardened
+    probs = gate.router_probs(x)
+    torch.testing.assert_close(probs[:, [2, 0, 3, 1]], own)
+    assert torch.equal(probs.argmax(-1), out.gates.argmax(-1))
+    assert torch.equal(gate.eval().router_probs(x), probs)
+    assert PermutedGate(HashGate(T, E), search).router_probs(x, torch.arange(T)) is None
+
+
 @pytest.mark.parametrize("policy", [None, TokenChoice(1.0), PriorityRouting(), ExpertChoice(1.0)], ids=repr)
 @pytest.mark.parametrize(
     "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]

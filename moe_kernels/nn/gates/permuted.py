@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -16,6 +17,7 @@ class PermutedGate(Gate):
     and in evaluation, a token has as many nonzero weights as `gate` gave it; with the policy NonzeroWeights only these
     experts run.
     losses: those of `gate` and, in training, "permutation". A forward in training is a step of `search`.
+    router_probs: those of `gate`, permuted as its gates are; in stage one of training with the S of the last step.
 
     Example:
         >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))
@@ -43,5 +45,11 @@ class PermutedGate(Gate):
         losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
         return GateOutput.of_gates(gates, output.losses | losses, output.records)
 
+    @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        return self.gate.router_probs(x, ids)
+        probs = self.gate.router_probs(x, ids)
+        if probs is None or probs.shape[1] != self.num_experts:  # those of EnsembleGate are for a member's experts
+            return probs
+        search = self.search
+        in_stage_one = search.training and not search.hardened  # permutation() would be a step
+        return search.permute(probs, search.soft if in_stage_one else search.permutation())

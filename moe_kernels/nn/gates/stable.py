@@ -38,6 +38,7 @@ class StableGate(Gate):
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router` (W_r).
     Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
     "distill" alone; the choice is a constant. State dicts keep `stage`.
+    router_probs: the softmax of the small router's logits, also in stage one; affinities are no probabilities.
 
     Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004 (CompeteSMoE).
 
