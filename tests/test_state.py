@@ -134,6 +134,40 @@ def test_the_average_of_permutations_is_a_permutation():
     torch.testing.assert_close(copies[1](x).y, model.eval()(x).y, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loaded_average_of_permutations_is_hardened(training, compiled):
+    """A state dict of a model average has the mean of `assigned` and a `source` that is no permutation."""
+    pytest.importorskip("scipy", reason="hardening needs scipy")
+    torch._dynamo.reset()
+    searches, gates = [mnn.LocalSearch(4, 2, bound=1.0) for _ in range(2)], torch.rand(5, 4).softmax(-1)
+    for search, columns in zip(searches, ([1, 3, 0, 2], [2, 0, 1, 3]), strict=True):
+        with torch.no_grad():
+            search.scores[0] = torch.eye(4)[columns]
+        search(gates), search(gates)
+    average = AveragedModel(searches[0], use_buffers=True)
+    for search in (searches[0], searches[1], searches[1]):
+        average.update_parameters(search)
+    expected = torch.empty_like(gates)
+    expected[:, [2, 0, 1, 3]] = gates
+    loaded = mnn.LocalSearch(4, 2).train(training)
+    for state in (average.module.state_dict(), {"assigned": searches[1].assigned}):
+        loaded.load_state_dict(searches[0].state_dict())
+        loaded.load_state_dict(state, strict=False)
+        call = torch.compile(loaded, backend="eager") if compiled else loaded
+        torch.testing.assert_close(call(gates)[0], expected)
+
+
+def test_a_loaded_permutation_needs_no_graph_break():
+    pytest.importorskip("scipy", reason="hardening needs scipy")
+    torch._dynamo.reset()
+    search, loaded, gates = mnn.LocalSearch(4, 2), mnn.LocalSearch(4, 2), torch.rand(5, 4).softmax(-1)
+    search(gates), search(gates)
+    loaded.load_state_dict(search.state_dict())
+    compiled = torch.compile(loaded.eval(), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(gates)[0], search.eval()(gates)[0])
+
+
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
 @pytest.mark.parametrize("kind", ["hash", "manual"])
 def test_an_averaged_table_is_the_table(kind, decay):

@@ -67,6 +67,7 @@ class LocalSearch(KeepsFloat32):
     `distance` (permutations), the largest absolute element of S - P at the switch, NaN before and if T < 2. State dicts
     also hold `step`. If `assigned` was written after `source` was computed, evaluation computes `source` again, so
     torch.optim.swa_utils.AveragedModel with use_buffers=True has the permutation nearest to its averaged `assigned`.
+    Training in stage two does so after load_state_dict(), train() and eval().
 
     From step T on the gradient of U is None, or 0 if torch.distributed is initialised, since DDP needs a gradient.
 
@@ -251,7 +252,6 @@ class LocalSearch(KeepsFloat32):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.step = state["step"]
-        self._stale = 0 < self.step < self.steps  # in stage one `source` may be older than `assigned`
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
@@ -259,6 +259,11 @@ class LocalSearch(KeepsFloat32):
             hard = step == 0 or step >= self.steps
             state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # `source` may be older than `assigned`, as in stage one or in a model average.
+        if self.assigned.is_meta or bool((_matrix(self.source, self.soft) != self.assigned).any()):
+            self._stale = True
+        else:
+            self._record_hardened()
 
     def extra_repr(self) -> str:
         count, n = self.source.shape
