@@ -227,6 +227,11 @@ def test_a_hypernetwork_makes_the_router():
     for _ in range(2):
         assert [name for name, each in gate.named_parameters() if each.requires_grad] == ["embedding"]
         schedules.train_gates_alone(gate)
+    expected = torch.autograd.grad(gate(x).weights[:, 0].sum(), gate.embedding)
+    model = torch.nn.Sequential(gate).requires_grad_(False).requires_grad_()
+    gate(x).weights[:, 0].sum().backward()
+    torch.testing.assert_close(gate.embedding.grad, expected[0])
+    assert [name for name, each in model.named_parameters() if each.grad is not None] == ["0.embedding"]
 
 
 def test_losses_of_paper_002():

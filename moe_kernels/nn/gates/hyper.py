@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import TopKRouter
@@ -19,7 +20,8 @@ class HyperRouterGate(TopKRouter):
         hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in paper 004's code.
         backend: as in topk_gate.
 
-    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H; requires_grad_() of this gate leaves H frozen.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which is frozen: it gets no gradient, even if
+    requires_grad_() of a whole model sets its flags; requires_grad_() of this gate leaves them False.
     Source: Do et al. 2023, which paper 004 cites, and the published code of paper 004.
 
     Example:
@@ -57,6 +59,8 @@ class HyperRouterGate(TopKRouter):
         return self
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        w_in, b_in, w_out, b_out = (each.detach() for each in self.hypernetwork.parameters())
         with without_autocast(x.device.type):
-            rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
+            hidden = F.linear(self.embedding, w_in, b_in).relu()
+            rows = F.linear(hidden, w_out, b_out).view(self.num_experts, -1)
         return self.product(x, rows[:, :-1], rows[:, -1])
