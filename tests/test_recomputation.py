@@ -74,16 +74,21 @@ def test_a_competition_is_not_decided_twice(rate, own_coin):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("kind", ["topk", "softmax", "random"])
-def test_noise_of_a_generator_is_refused_where_it_would_be_another(kind):
+@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["topk", "softmax", "random", "ensemble"])
+def test_noise_of_a_generator_is_refused_where_it_would_be_another(kind, compiled):
     generator = torch.Generator().manual_seed(1)
     gate = {
         "topk": lambda: mnn.TopKGate(D, E, 2, noise="vmoe", order="softmax_topk", generator=generator),
         "softmax": lambda: mnn.SoftmaxGate(D, E, noise=True, generator=generator),
         "random": lambda: RandomGate(E, generator=generator),
+        "ensemble": lambda: mnn.EnsembleGate(D, E, 1, noise=True, generator=generator),
     }[kind]()
-    layer = mnn.MoE(gate, mnn.ExpertMLP(E, D, 6))
-    layer(torch.randn(T, D)).y.sum().backward()
-    out = checkpoint(layer, torch.randn(T, D), use_reentrant=False)
+    layer, ids = mnn.MoE(gate, mnn.ExpertMLP(E, D, 6)), torch.arange(T) % 2
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend=compiled)
+    layer(torch.randn(T, D), ids).y.sum().backward()
+    out = checkpoint(layer, torch.randn(T, D), ids, use_reentrant=False)
     with pytest.raises(RuntimeError, match="generator would draw other numbers"):
         out.y.sum().backward()

@@ -8,6 +8,8 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointFunction
 
+from moe_kernels.nn._compile import on_the_host
+
 
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, where checkpoints repeat it; False under torch.compile."""
@@ -38,9 +40,15 @@ def noise_generator(generator: torch.Generator | None) -> torch.Generator | None
 
     The repeated forward would draw other numbers than the first one and could choose other experts.
     """
-    if generator is not None and is_recomputing():
+    if generator is not None:
+        _refuse_recomputing()
+    return generator
+
+
+@on_the_host("gate: torch.compile cannot trace a generator, nor whether a checkpoint repeats the forward")
+def _refuse_recomputing() -> None:
+    if is_recomputing():
         raise RuntimeError(
             "gate: torch.utils.checkpoint restores only the state of torch's own generator; the gate's generator would "
             "draw other numbers when the forward runs again; use generator=None"
         )
-    return generator

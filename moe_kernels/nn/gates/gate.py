@@ -91,7 +91,7 @@ class Gate(KeepsFloat32, OutputModule):
 
     Gates draw random numbers from torch's own generator or from their argument `generator`. State dicts do not hold
     `generator`, and torch.utils.checkpoint does not restore it: if a checkpoint repeats a forward that draws from it,
-    the gate raises RuntimeError, except in torch.compile.
+    the gate raises RuntimeError. torch.compile breaks its graph where a gate draws from its `generator`.
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
     gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
