@@ -9,6 +9,7 @@ import torch
 from small_sets import images, ratings
 from test_recipes import small_text  # noqa: F401 a fixture
 
+import moe_kernels as mk
 from moe_kernels.recipes import Splits
 from moe_kernels.recipes.competesmoe import CompeteSMoE
 from moe_kernels.recipes.movielens import MovieLens
@@ -151,6 +152,18 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of a sample that route=True saves in a task's gate
     combine = 2 * 256 * (16 - 2)  # and in a task's sum over experts: 2, one of each task, instead of 16
     assert many - few == 2 * (gate + combine)
+
+
+@pytest.mark.parametrize(("side", "k"), [("vmoe", 2), ("token_choice", 1), ("softmax", 4)])
+def test_flops_of_backends_differ_by_combine(side, k):
+    """The definition multiplies only rows in use, also under a capacity, and torch does not count its sums."""
+    run, blocks = blocks_with_experts(side, capacity=1.05)
+    found = {}
+    for backend in ("reference", "cpu"):
+        with mk.use_backend(backend):
+            found[backend] = run.flops()
+    combine = 2 * 17 * k * 16  # 16 patches and a class token, of 16 features
+    assert found["cpu"] - found["reference"] == len(blocks) * combine
 
 
 def test_movielens_reports_the_area_under_the_curve_of_who_watches():

@@ -258,14 +258,16 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
 
-        A multiply-add is two FLOPs. grouped_gemm counts the rows that experts use, expert_mlp all rows
-        that its plan allocates.
+        A multiply-add is two FLOPs. Products of experts count the rows in use; combine counts all rows that its plan
+        allocates. Backend "reference" has fewer FLOPs, since torch counts only the matrix products of a definition.
         known: whether to predict with what is stored for test samples, such as frozen masks.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
-        formulas = {torch.ops.moe_kernels.grouped_gemm_fwd: _grouped_gemm_flops, attention: _attention_flops}
+        experts = torch.ops.moe_kernels
+        formulas = {experts.grouped_gemm_fwd: _grouped_gemm_flops, experts.expert_mlp_fwd: _expert_mlp_flops}
+        formulas[attention] = _attention_flops
         counter = FlopCounterMode(display=False, custom_mapping=formulas)
         with self.random.use(), torch.no_grad(), counter:
             if known and self.task.predict_known is not None:
@@ -323,8 +325,26 @@ def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest
     return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
 
 
+def _expert_mlp_flops(
+    x: Tensor,
+    weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """FLOPs of the two products, as in _grouped_gemm_flops, and of combine."""
+    products = sum(_grouped_gemm_flops(x, each, expert_offsets) for each in (w_in, w_out))
+    return products + (1 if weights is None else 2) * row_token.shape[0] * w_out.shape[2]
+
+
 # torch's counter then passes tensors, not shapes. mypy rejects an assignment.
 setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010
+setattr(_expert_mlp_flops, "_get_raw", True)  # noqa: B010
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
