@@ -1,14 +1,17 @@
 """Reads and writes bench/results, and derives the ledger: the state of every operation on every backend.
 
 A result is the JSON of one machine. It has an entry for each operation, backend and dtype that ran: the verdict of the
-verification, the measured figures, and a hash of the sources.
+verification, the measured figures, and a hash of the sources without their comments.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -98,9 +101,31 @@ def _called(op: str, root: Path) -> set[str]:
 def digest(op: str, backend: str, root: Path = ROOT) -> str:
     found = hashlib.sha256()
     for path in sources(op, backend, root):
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+        code = (_python_code if path.suffix == ".py" else _cpp_code)(path.read_text())
+        found.update(f"{path.relative_to(root).as_posix()} {len(code)}\n{code}".encode())
     return found.hexdigest()
+
+
+def _python_code(text: str) -> str:
+    """The lines of a Python file without comments and docstrings: changes of these leave results fresh."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            for row in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
+                lines[row - 1] = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(filter(None, map(str.rstrip, lines)))
+
+
+def _cpp_code(text: str) -> str:
+    """A C++ file without // comments, and without blanks and line breaks except between words and at directives."""
+    lines = re.sub(r"//.*|\\\n", " ", text).splitlines()
+    code = " ".join(f"\n{line}\n" if line.startswith("#") else line for line in lines)
+    return re.sub(r"[ \t]+(?=\W)|(?<=\W)[ \t]+", "", code)
 
 
 def file_name(device: str) -> str:

@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("csrc/cuda/kwta.cu", "moe_kernels/ops/kwta.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
-        path.write_text(f"// {name}\n")
+        path.write_text(f'NAME = "{name}"\n')
     return tmp_path
 
 
@@ -142,5 +142,5 @@ def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     entry["sources"] = ledger.digest("kwta", "cuda", tree)
     result = {"date": "2026-11-24", "device": "Some GPU", "entries": [entry]}
     assert ledger.state("kwta", "cuda", [result], tree) == "verified 2026-11-24 on Some GPU"
-    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    (tree / "csrc/cuda/kwta.cu").write_text("int changed;\n")
     assert ledger.state("kwta", "cuda", [], tree) == "stale: sources changed since PTX executed 2026-11-23"

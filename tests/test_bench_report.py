@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     for name in (*included, *names):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"// {name}\n" + "".join(f'#include "{header}"\n' for header in included.get(name, ())))
+        path.write_text(f'NAME = "{name}"\n' + "".join(f'#include "{header}"\n' for header in included.get(name, ())))
     (tmp_path / "moe_kernels/backends/native/kwta_cuda.py").write_text(
         "from moe_kernels.backends.native.shared import THRESHOLD\n"
     )
@@ -84,18 +84,43 @@ def test_ledger_states(tree: Path) -> None:
 )
 def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> None:
     result = result_of(tree, "cuda")
-    (tree / source).write_text("// something else\n")
+    (tree / source).write_text("other = 1\n")
     assert ledger.state("kwta", "cuda", [result], tree) == "stale: sources changed since 2026-01-02"
 
 
 def test_sources_of_another_backend_or_operation_leave_a_result_fresh(tree: Path) -> None:
     result = result_of(tree, "cuda")
-    (tree / "csrc/cpu/kwta.cpp").write_text("// faster\n")
-    (tree / "csrc/include/moe/other.cuh").write_text("// of another kernel\n")
-    (tree / "csrc/cuda/ops.h").write_text("// one more declaration\n")
-    (tree / "csrc/cuda/sinkhorn.cu").write_text("// new\n")
+    for name in ("csrc/cpu/kwta.cpp", "csrc/include/moe/other.cuh", "csrc/cuda/ops.h", "csrc/cuda/sinkhorn.cu"):
+        (tree / name).write_text("int other;\n")
     (tree / "moe_kernels/backends/native/kwta_cpu.py").write_text("SMALL = 1\n")
     assert ledger.state("kwta", "cuda", [result], tree).startswith("verified")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "same", "other"),
+    [
+        (
+            "csrc/cuda/here.h",
+            "// old\n#define N 4\nint f(int a,\n      int b);  // two\n",
+            "#define N 4  // four\n\nint f(int a, int b);\n",
+            ["#define N 4 int f(int a, int b);\n", "#define N 4\nint f(inta, int b);\n"],
+        ),
+        (
+            "moe_kernels/ops/kwta.py",
+            '"""Old."""\ndef f(a):\n    """Old.\n\n    More.\n    """\n    return "# a"  # old\n',
+            '# new\ndef f(a):\n\n    """New."""\n    return "# a"\n',
+            ['def f(a):\n    return "# b"\n', 'def f(a):\n    "# a"\n    return\n'],
+        ),
+    ],
+)
+def test_comments_and_layout_leave_a_result_fresh(tree: Path, name: str, text: str, same: str, other: list[str]):
+    (tree / name).write_text(text)
+    result = result_of(tree, "cuda")
+    (tree / name).write_text(same)
+    assert ledger.state("kwta", "cuda", [result], tree).startswith("verified")
+    for changed in other:
+        (tree / name).write_text(changed)
+        assert ledger.state("kwta", "cuda", [result], tree).startswith("stale")
 
 
 def test_a_kernel_that_was_interpreted_has_not_run_on_a_gpu(tree: Path) -> None:
@@ -142,7 +167,7 @@ def test_measured_gives_the_range_over_shapes_against_the_fastest_of_torch(tree:
 def test_measured_lists_stale_kernels_without_figures(tree: Path) -> None:
     result = result_of(tree, "cuda")
     result["entries"] += result_of(tree, "cpu", gpu=False)["entries"]
-    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    (tree / "csrc/cuda/kwta.cu").write_text("int changed;\n")
     text = report.measured([result], tree)
     assert "| `kwta` | cuda |" not in text
     assert "| `kwta` | cpu |" in text
@@ -156,7 +181,7 @@ def test_document_marks_stale_figures_and_has_several_devices(tree: Path) -> Non
     assert "(stale)" not in text
     assert "| kwta | cuda | float32 | forward | R=4 N=100 p=0.5 | cuda | 3 |  | 640 |  |  | power cap | 1980 |" in text
     assert text.index("## Some GPU") < text.index("* one: why") < text.index("## Some CPU")
-    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    (tree / "csrc/cuda/kwta.cu").write_text("int changed;\n")
     text = document.document([gpu, cpu], root=tree)
     assert "**Stale**, because their sources changed since they ran: kwta cuda." in text
     assert "| kwta (stale) | cuda |" in text
@@ -211,7 +236,7 @@ def test_the_table_of_the_readme_is_rewritten_and_goes_out_of_date(tree: Path) -
     assert text.startswith("# Title\n")
     assert text.endswith("end\n")
     assert report.rendered(text, results, tree) == text
-    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    (tree / "csrc/cuda/kwta.cu").write_text("int changed;\n")
     assert report.rendered(text, results, tree) != text
 
 
