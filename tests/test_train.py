@@ -18,7 +18,7 @@ from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
 from moe_kernels.train import agreement, checkpoint, plotting, report
 from moe_kernels.train.comparison import Comparison
-from moe_kernels.train.loop import Run
+from moe_kernels.train.loop import Random, Run
 
 
 @pytest.fixture(name="arguments")
@@ -245,6 +245,18 @@ def test_interrupted_before_the_first_evaluation(arguments, tmp_path, capsys):
     interrupt(arguments("--check-steps", "0", "--out", str(tmp_path)), 0)
     assert "interrupted; nothing was saved yet" in capsys.readouterr().out
     assert not (tmp_path / "checkpoint.pt").exists()
+    (tmp_path / "checkpoint.pt").write_bytes(b"of an earlier run")
+    interrupt(arguments("--check-steps", "0", "--out", str(tmp_path)), 0)
+    assert "interrupted; nothing was saved yet" in capsys.readouterr().out
+
+
+def test_a_run_on_the_cpu_leaves_the_generators_of_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeds every GPU"))
+    own = Random(3, torch.device("cpu"))
+    with own.use():
+        drawn = torch.rand(4)
+    monkeypatch.undo()
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
 def test_a_checkpoint_is_whole_or_absent(monkeypatch, tmp_path):

@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     rank failed or did not answer in time; 130: interrupted in training.
     """
     threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
+    comparison = None
     with ExitStack() as stack:
         try:
             if args.backend:
@@ -142,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
             if not args.expert_parallel:
                 raise
             traceback.print_exc()
-            print(f"train: {_rank(args)}{_rank_failure(out, error)}", file=sys.stderr)
+            saved = out if comparison and comparison.saved else None
+            print(f"train: {_rank(args)}{_rank_failure(saved, error)}", file=sys.stderr)
             return 3
         finally:
             torch.set_num_threads(threads)
@@ -171,10 +173,9 @@ def _rank(args: argparse.Namespace) -> str:
 
 
 def _rank_failure(out: Path | None, error: RuntimeError) -> str:
-    """A message: why this rank ends, and how to continue if there is a checkpoint."""
+    """A message: why this rank ends, and how to continue if there is a checkpoint in `out`."""
     first = str(error).partition("\n")[0]
-    saved = out / "checkpoint.pt" if out else None
-    hint = f"; --resume continues from {saved}" if saved is not None and saved.exists() else ""
+    hint = f"; --resume continues from {out / 'checkpoint.pt'}" if out else ""
     return f"another rank failed or did not answer in time, or this one did: {first}{hint}"
 
 
@@ -205,11 +206,10 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         with _progress(comparison.total_steps) as tick:
             comparison.train(tick, print)
     except KeyboardInterrupt:
-        saved = comparison.checkpoint
-        if saved is None:
-            print("interrupted")
+        if comparison.saved:
+            print(f"interrupted; --resume continues from {comparison.checkpoint}")
         else:
-            print(f"interrupted; {f'--resume continues from {saved}' if saved.exists() else 'nothing was saved yet'}")
+            print("interrupted; nothing was saved yet" if args.out else "interrupted")
         return 130
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)

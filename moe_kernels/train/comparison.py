@@ -46,6 +46,7 @@ class Comparison:
         self.live: dict[str, Run] = {}
         self.restored: dict[str, dict[str, Any]] = {}
         self.out, self.make = out, make
+        self.saved = False  # whether `checkpoint` is of this comparison; the folder may hold one of another
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
 
@@ -113,6 +114,7 @@ class Comparison:
         with self._naming_checkpoint("its runs"):
             self.done = {key: History(**each) for key, each in state["done"].items()}
             self.restored = dict(state["live"])
+        self.saved = True
 
     @contextmanager
     def _naming_checkpoint(self, part: str) -> Iterator[None]:
@@ -197,6 +199,7 @@ class Comparison:
             "live": {key: run.state() for key, run in self.live.items()},
         }
         checkpoint.save(self.checkpoint, state)
+        self.saved = True
         open_runs = [
             History(key, run.seed, run.recipe.lr, "running", run.rows, terms=run.terms)
             for key, run in self.live.items()

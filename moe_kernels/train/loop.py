@@ -36,11 +36,9 @@ class Random:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
-        self.state: dict[str, Tensor] = {}
-        before = self._read()
-        torch.manual_seed(seed)
-        self.state = self._read()
-        self._set(before)
+        self.state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+        if device.type == "cuda":
+            self.state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
 
     @contextmanager
     def use(self) -> Iterator[None]:
