@@ -79,8 +79,10 @@ def cases() -> list[Case]:
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
     forward, tree_gate = ("forward",), partial(Case, "tree_gate", known["tree_gate"], units=("T",), torch_products=True)
 
-    def sinkhorn(batch: int, n: int, iterations: int, counted: int) -> tuple[Shape, Shape, tuple[str, ...]]:
-        return {"B": batch, "n": n, "R": iterations, "tau": 1.0}, {"B": counted}, ("B",)
+    def sinkhorn(
+        batch: int, n: int, iterations: int, counted: int, **more: str
+    ) -> tuple[Shape, Shape, tuple[str, ...]]:
+        return {"B": batch, "n": n, "R": iterations, "tau": 1.0, **more}, {"B": counted}, ("B",)
 
     return [
         Case("kwta", known["kwta"], {"R": 8192, "N": 4096, "p": 0.1}, {"R": 64}, ("R",), both),
@@ -103,8 +105,8 @@ def cases() -> list[Case]:
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 16, 50, 16)),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 64, 50, 2)),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1)),
-        Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16), own_bytes=True),
-        Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
+        Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16, sums="given"), own_bytes=True),
+        Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1, sums="given"), own_bytes=True),
         tree_gate(shape=tree, small={"T": 128}, dtypes=both),
         tree_gate(shape={**tree, "K": 4}, small={"T": 128}),
         tree_gate(shape={**tree, "E": 48}, small={"T": 128}, dtypes=both),
@@ -252,13 +254,15 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
                         yield count(case, backend, dtype, direction, session)
 
 
-def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
+def verified(
+    ops: Iterable[str] = (), kernels: Sequence[str] = ledger.GPU_BACKENDS
+) -> dict[str, dict[str, dict[str, str]]]:
     """operation -> backend -> date and digest of the sources, if `verify` is "ok" in all dtypes that ran."""
     from moe_kernels import verify
 
     with executor():
         found: dict[str, dict[str, list[verify.Row]]] = {}
-        for row in verify.verify(ops, ledger.GPU_BACKENDS):
+        for row in verify.verify(ops, kernels):
             if row.verdict != "not run":
                 found.setdefault(row.operation, {}).setdefault(row.backend, []).append(row)
     today = datetime.date.today().isoformat()

@@ -12,7 +12,7 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +221,19 @@ def executed(op: str, backend: str, root: Path = ROOT) -> str:
     return f"PTX executed {date}"
 
 
-def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROOT) -> None:
-    """Stores the operations and backends whose PTX agreed with the definition (`counting.verified`)."""
+def write_executed(
+    found: dict[str, dict[str, dict[str, str]]], kernels: Sequence[str] = GPU_BACKENDS, root: Path = ROOT
+) -> None:
+    """Stores the operations and backends whose PTX agreed with the definition (`counting.verified`).
+
+    kernels: the backends that were executed. Of these, what `found` lacks is no longer stored for its operations.
+    """
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(sorted((known | found).items())), indent=1) + "\n")
+    for op, now in found.items():
+        known[op] = {backend: each for backend, each in known.get(op, {}).items() if backend not in kernels} | now
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def passed(entry: dict[str, Any]) -> bool:

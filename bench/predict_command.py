@@ -42,7 +42,7 @@ def predict_command(
         if count:
             _count(ops, kernels)
         if verified:
-            ledger.write_executed(counting.verified(ops))
+            ledger.write_executed(counting.verified(ops, kernels), kernels)
     except counting.NoExecutor as error:
         console.print(str(error), soft_wrap=True)
         raise typer.Exit(2) from None

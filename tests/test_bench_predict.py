@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -132,9 +133,12 @@ def test_the_report_and_the_documentation_call_it_predicted():
 def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     assert ledger.state("kwta", "cuda", [], tree) == "never run on a GPU"
     found = {"kwta": {"cuda": {"date": "2026-11-23", "sources": ledger.digest("kwta", "cuda", tree)}}}
-    ledger.write_executed(found, tree)
+    ledger.write_executed(found, root=tree)
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # other operations stay
+    ledger.write_executed({"kwta": {"triton": {}}}, ("triton",), tree)  # other backends stay
+    ledger.write_executed({"kwta": {}}, ("triton",), tree)
+    assert "triton" not in json.loads((tree / ledger.EXECUTED).read_text())["kwta"]
+    ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, root=tree)  # other operations stay
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
     # In Triton only kwta_mask was executed, another operation of kwta.py.
     assert ledger.executed("kwta", "triton", tree) == "never run on a GPU"
