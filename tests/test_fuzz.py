@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from tests.fuzz import check
+from tests.fuzz import check, command
 from tests.fuzz.operations import OPERATIONS, drawn
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +63,8 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
         found = spec if check.failure(spec) else None
     text = check.report(found)
     assert re.match(r"kwta on cpu base: d?\w+: \d+ of \d+ elements differ", text)
+    assert "TRITON_INTERPRET" not in text
+    assert command({"on": "triton"}) == """TRITON_INTERPRET=1 python -m tests.fuzz --case '{"on": "triton"}'"""
     small = json.loads(text.split("--case ")[1].strip("'"))
     assert (small["rows"], small["n"], small["k"], small["batch"], small["values"]) == (1, 9, 3, False, False)
     assert {value for key, value in small.items() if key.endswith(".layout")} == {"contiguous"}

@@ -6,8 +6,17 @@ in Triton's interpreter.
     python -m tests.fuzz --minutes 10 --processes 2
     python -m tests.fuzz --case '{"op": "kwta", ...}'        repeats one case; every failure prints such a command
 
-To repeat a case on Triton, set TRITON_INTERPRET=1.
-
 A case is a `Spec`: a dict of plain values that determines the call and its tensors. operations.py draws a random spec,
 values.py makes the tensors, check.py runs the case, compares the outputs and minimises failing specs.
 """
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def command(spec: dict[str, Any]) -> str:
+    """The shell command that repeats a case."""
+    interpreted = "TRITON_INTERPRET=1 " if spec.get("on") == "triton" else ""
+    return f"{interpreted}python -m tests.fuzz --case '{json.dumps(spec)}'"

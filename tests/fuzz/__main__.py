@@ -13,6 +13,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.fuzz import command
+
 CASE_SECONDS = 120.0  # time limit of a case, with its minimisation if it fails
 
 
@@ -61,11 +63,11 @@ class _Worker:
         self.state.write_text("")
         given = {"state": self.state, "seed": self.seed, "minutes": max(self.end - time.monotonic(), 0) / 60}
         given |= {name: getattr(self.options, name) for name in ("cases", "interpreted")}
-        command = [sys.executable, "-m", "tests.fuzz", "--failures", f"{self.options.failures - self.failures}"]
-        command += [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
-        command += [word for op in self.options.op for word in ("--op", op)]
+        words = [sys.executable, "-m", "tests.fuzz", "--failures", f"{self.options.failures - self.failures}"]
+        words += [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
+        words += [word for op in self.options.op for word in ("--op", op)]
         environment = os.environ | ({"TRITON_INTERPRET": "1"} if self.options.interpreted else {})
-        self.process = subprocess.Popen(command, env=environment)
+        self.process = subprocess.Popen(words, env=environment)
 
     def done(self) -> bool:
         """Whether the worker is finished. Reports a case that crashed or is stuck, and starts another process."""
@@ -84,7 +86,7 @@ class _Worker:
             return True
         self.failures += 1
         print(f"{'did not return' if stuck else f'ended the process with {self.process.returncode}'}:")
-        print(f"  python -m tests.fuzz --case '{json.dumps(left.get('case', {}))}'", flush=True)
+        print(f"  {command(left.get('case', {}))}", flush=True)
         self.seed += 7919
         if time.monotonic() > self.end or self.failures >= self.options.failures:
             return True

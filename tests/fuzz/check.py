@@ -11,7 +11,6 @@ EFFECT times the largest change of the exact output. For sums whose exact value 
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from moe_kernels.info import placement
 from moe_kernels.verify import OPERATIONS as VERIFIED
 from moe_kernels.verify import bits_of, error_text, relative_error
 from moe_kernels.verify.operation import Operation
+from tests.fuzz import command
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
 
@@ -189,4 +189,4 @@ def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Sp
 
 def report(spec: Spec) -> str:
     small = minimised(spec, lambda each: OPERATIONS[each["op"]].fits(each) and failure(each) is not None)
-    return f"{small['op']} on {small['on']}: {failure(small)}\n  python -m tests.fuzz --case '{json.dumps(small)}'"
+    return f"{small['op']} on {small['on']}: {failure(small)}\n  {command(small)}"
