@@ -52,6 +52,15 @@ def test_every_public_function_has_a_page() -> None:
     assert _documented("guide/layers.md") == set(nn.__all__) - other
 
 
+def test_every_environment_variable_has_a_row() -> None:
+    root, page = DOCS.parent, (DOCS / "guide" / "environment.md").read_text()
+    files = [path for name in ("moe_kernels", "bench", "tests") for path in root.glob(f"{name}/**/*.py")]
+    read = {
+        name for path in (*files, root / "setup.py") for name in re.findall(r"MOE_KERNELS_[A-Z_]+", path.read_text())
+    }
+    assert read == set(re.findall(r"^\| `(MOE_KERNELS_\w+)` \|", page, re.MULTILINE))
+
+
 def test_a_page_shows_the_figures_of_fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     figures = importlib.import_module("figures").figures
