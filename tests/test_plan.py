@@ -256,11 +256,12 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
             assert_same(plan, expected)
 
 
-def test_the_most_chunks(target):
-    """GPU kernels divide the tiles of 32 choices (CUDA: 1024) among at most 1024 chunks. Here are 1025 tiles."""
+@pytest.mark.parametrize("tiles", [1024, 1025])
+def test_the_most_chunks(target, tiles):
+    """GPU kernels divide the tiles of 32 choices (CUDA: 1024) among at most 1024 chunks: 1025 tiles make 513 chunks."""
     if target.interpreted:
         pytest.skip("interpreted kernels would take a minute for so many programs")
-    tokens = 524800 if target.backend == "cuda" else 16400
+    tokens = tiles * (512 if target.backend == "cuda" else 16)
     experts = torch.randint(-1, 9, (tokens, 2))
     expected = mk.make_plan(experts, 9, capacity=tokens // 6, backend="reference")
     plan = mk.make_plan(experts.to(target.device), 9, capacity=tokens // 6, backend=target.backend)
