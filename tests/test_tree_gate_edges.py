@@ -98,10 +98,11 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    # Of 32 leaves, 0, 8 and 16 are reached: the left-most ones below nodes 3, 4 and 2. The others have larger logits.
+    # With 32 leaves, 0 to 7 lie below node 3, 8 to 15 below node 4 and 16 to 31 below node 2. All nodes but 0 and 1 send
+    # every token to the left, so only 0, 8 and 16 are reached. The other leaves have the largest logits.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
-        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # node 1 has probability 3 * distance^2 = p
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # S(distance - 0.5) ~ 3 * distance^2 = p
         leaf = torch.full((len(probabilities), 1, experts), 1000.0)
         reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
         leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
@@ -131,8 +132,9 @@ def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
-    """Two siblings of probability 2.8e-38 have gates of one half: the softmax divides by 5.6e-38. A large gradient, if
-    divided first, overflows; a small one, if multiplied by the probability first, loses digits."""
+    """Two leaves with equal logits, each reached with probability 2.8e-38, and no others: both gates are one half. The
+    softmax divides by their sum, 5.6e-38. A large gradient that is divided first overflows; a small one that is
+    multiplied by the probability first underflows, and digits are lost."""
     if target is REFERENCE:
         pytest.skip("autograd overflows in the definition")
     if depth == 5 and target.executed and target.backend == "triton":

@@ -26,7 +26,7 @@ constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
 constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched
 constexpr int kRows = 32;             // most rows searched together: one bit of a uint32_t for each
-constexpr int64_t kSampledBlocks = 16;  // mean and variance come from fewer than 2 * kSampledBlocks blocks of 32 keys
+constexpr int64_t kSampledBlocks = 16;  // least number of blocks of 32 keys that a longer row is sampled by
 constexpr int kTrials = 8;            // trials before bisection, the first of them from mean and variance
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
@@ -38,8 +38,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: number of keys at or above a trial. nearest: at least the trial if count > k, else below it. Search::update
-// sets low_ = nearest if count >= k, and high_ = nearest + 1 if count <= k.
+// count: number of a row's keys at or above a trial value. nearest: if count > k, a value from the trial on with as many
+// keys at or above it; otherwise a value below the trial with as many keys above it. It is the search's next bound.
 template <class Key>
 struct Count {
   int64_t count;
@@ -91,7 +91,8 @@ class Keys {
   // between keys.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
-    // Flipping all bits reverses the order: the greatest key below t, flipped, is the least flipped key from `from` on.
+    // If count > k, flip is 0 and changes nothing. Otherwise it flips all bits, which reverses the order of the keys:
+    // the greatest key below t, flipped, is the least flipped key from t - 1, flipped, on.
     const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
     Key least = std::numeric_limits<Key>::max();
     each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });
@@ -143,8 +144,9 @@ class Keys {
 };
 
 // The search for the thresholds of up to kRows rows, one lane per row. While a row is unfinished, more than k of its
-// keys are at or above low_, and at most k at or above high_. A row is finished if high_ = low_ + 1. A count of exactly
-// k finishes it at once: then exactly k keys are at or above high_.
+// keys are at or above low_, and at most k at or above high_. A row is finished if high_ = low_ + 1. A trial with a
+// count of exactly k finishes it: update then sets low_ = nearest and high_ = nearest + 1, and exactly k keys are at or
+// above high_.
 template <class F, class Int>
 class Search {
  public:
@@ -181,7 +183,8 @@ class Search {
     int64_t seen = 1;
     for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
     const Stat share = 1 / Stat(seen);
-    // The value of slope_ for a standard deviation of 1.
+    // slope_ is the expected gap between neighbouring sorted values at the threshold. For normal values it is their
+    // standard deviation times `step`.
     const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
@@ -227,7 +230,7 @@ class Search {
   Int live_[kRows], count_[kRows], nearest_[kRows];
   // Value of the last trial with count > k, and of the last with count <= k. At first, the sums of `moments`.
   Stat bottom_[kRows], top_[kRows];
-  Stat slope_[kRows];  // expected gap between neighbouring sorted values at the threshold, if values are normal
+  Stat slope_[kRows];  // change of value per key, for Newton's steps
 };
 
 // Calls put(index, word) for each word of the row's mask, from left to right.

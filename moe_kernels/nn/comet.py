@@ -123,9 +123,10 @@ class MaskedLinear(nn.Linear):
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
     C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
-    The scores get no gradient. The gradient of an inactive neuron's pre-activation W x_{l-1} + b is zero if the
-    pre-activation is finite or the mask is passed as bits. The output has the dtype of f(W x_{l-1} + b). If the scores
-    have another dtype, both are converted to their common dtype for the selection, exactly if both are floating-point.
+    The scores get no gradient. The gradient of an inactive neuron's pre-activation W x_{l-1} + b is zero, except where
+    scores are passed, not bits, and f has no finite derivative at a pre-activation of NaN or infinity. The output has
+    the dtype of f(W x_{l-1} + b). Scores of another dtype are compared in the common dtype of both
+    (torch.promote_types): conversion may round integer scores, but no floating-point ones.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -323,9 +324,10 @@ class CometMLP(nn.Module):
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         """x_0 (..., N_0) -> a_L (..., N_L).
 
-        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; the routing then does not run.
-        samples: int32 or int64 (...), for each row of x_0 its row in `bits`, which then holds the masks
-            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. ValueError without `bits`.
+        bits: the masks m_1 .. m_{L-1}, if they are known, as int32; the routing then does not run. Shape
+            (..., ceil(N_l / 32)), one row for each row of x_0, or, with `samples`, (S, ceil(N_l / 32)), one row for
+            each of S samples, as `router.kept` returns them.
+        samples: int32 or int64 (...): the row of `bits` for each row of x_0. ValueError without `bits`.
         """
         if samples is not None:
             if bits is None:
