@@ -1,7 +1,8 @@
-"""Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around a CUDA graph or calls.
+"""Takes times: medians of interleaved samples, by a clock on a CPU, by events on a GPU.
 
 The compared calls take turns, in a new random order each round, so that changes of the machine's speed affect their
-ratios little. On a CPU with one thread, the time that the thread waited for a core is subtracted.
+ratios little. On a GPU they run in CUDA graphs, except those that no graph can capture. On a CPU with one thread, the
+time that the thread waited for a core is subtracted.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def launchers(
     """For every call a function that makes it on each of `input_sets`: a CUDA graph, or plain calls if in `eager`.
 
     The sets together should be larger than the L2 cache (see `sets_for`), so that no call finds its inputs there.
-    Outputs in a graph share no memory.
+    For the same reason the outputs of a graph share no memory.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
@@ -161,8 +162,8 @@ def launchers(
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
     """Number of input sets: calls on all of them move at least three times the size of L2, if the limits allow it.
 
-    bytes_per_call: least bytes of a call. held: allocated bytes of a set. Limits: 64 sets, 4 GiB moved by calls on all
-    sets, 16 GiB allocated for all sets. There are 2 sets in any case.
+    bytes_per_call: lower bound of the bytes that a call moves. held: allocated bytes of a set. Limits: 64 sets, 4 GiB
+    moved by calls on all sets, 16 GiB allocated for all sets. There are 2 sets in any case.
     """
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 2**34 // max(held, 1), 64))

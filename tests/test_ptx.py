@@ -33,8 +33,8 @@ def run(body, given, threads=32, seed=0, out=None, tensor_map=b"", end="ret;"):
     """Executes HEAD and `body` in one block; returns `out`, which by default has one element for each thread.
 
     HEAD sets %r0 to the thread's index, %r1 to its lane, %r2 to 4 times the index, %d0 and %d1 to the addresses of
-    `given` and `out`, and %d3 and %d4 to the addresses of the thread's elements there, of 4 bytes each. If there is a
-    tensor map (tensor_map.encode), its address is in %d10.
+    `given` and `out`, and %d3 and %d4 to the addresses of the thread's elements there, of 4 bytes each. With
+    tensor_map, the bytes that `encode` of tests/ptx/tensor_map.py returns, the map's address is in %d10.
     """
     text = HEAD + textwrap.dedent(body) + f"\n{end}\n}}\n"
     if tensor_map:
@@ -44,7 +44,7 @@ def run(body, given, threads=32, seed=0, out=None, tensor_map=b"", end="ret;"):
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads, dtype=given.dtype) if out is None else out
     parameters = tensor_map + np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
-    settings = Settings(seed | seed << 16, 1_000_000)  # upper 16 bits: for errors added to .approx results
+    settings = Settings(seed | seed << 16, 1_000_000)  # the upper 16 bits seed errors of .approx results
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (1,), (threads,), shared, parameters, extents([given, out]), settings))
     return out
@@ -258,8 +258,7 @@ QUOTIENT = "mov.f32 %f2, 0f3FC00000; {}.f32 %f1, %f2, %f0;"  # 1.5 / x
     ],
 )
 def test_errors_in_ulps(instruction, exact, ulps):
-    """The PTX ISA bounds them by ulps. So next to 2^k an error is up to twice as large, in relation to the result, as
-    next to 2^(k + 1)."""
+    """The PTX ISA bounds them in ulps: 2^-23 of a result just above a power of two, half of that just below it."""
     body = f"ld.global.f32 %f0, [%d3]; {instruction} st.global.f32 [%d4], %f1;"
     x = torch.linspace(-2.003, -0.998, 1024)
     results = [run(body, x, threads=1024, seed=seed) for seed in (0, 1, 2, 3, 1)]

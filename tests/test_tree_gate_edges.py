@@ -98,8 +98,8 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    # With 32 leaves, 0 to 7 lie below node 3, 8 to 15 below node 4 and 16 to 31 below node 2. All nodes but 0 and 1 send
-    # every token to the left, so only 0, 8 and 16 are reached. The other leaves have the largest logits.
+    # With 32 leaves, 0 to 7 lie below node 3, 8 to 15 below node 4 and 16 to 31 below node 2. All nodes but 0 and 1
+    # send every token to the left, so only 0, 8 and 16 are reached. The other leaves have the largest logits.
     for experts in (3,) if target.compiles else (3, 32):
         split = torch.full((len(probabilities), 1, experts - 1), 9.0)
         split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # S(distance - 0.5) ~ 3 * distance^2 = p

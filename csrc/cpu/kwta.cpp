@@ -38,8 +38,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: number of a row's keys at or above a trial value. nearest: if count > k, a value from the trial on with as many
-// keys at or above it; otherwise a value below the trial with as many keys above it. It is the search's next bound.
+// count: number of a row's keys at or above a trial value. nearest: if count > k, a value from the trial on with as
+// many keys at or above it; otherwise a value below the trial with as many keys above it. The search's next bound.
 template <class Key>
 struct Count {
   int64_t count;

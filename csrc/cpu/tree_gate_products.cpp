@@ -39,7 +39,7 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on (fewer at the end) of c (rows, columns) = a b, or c += a b if `more`. b is packed as
-// (depth, kWidth). `gathered`: a.columns is not null; then a is prefetched, else `lines`.
+// (depth, kWidth). `gathered`: a.columns is not null. Prefetches a if it is gathered, else `lines` (see moe/tiles.h).
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -109,7 +109,7 @@ struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The `dim` elements of node or leaf `index` of a tree. In tensors (T, K, ..), `tree` is token * K + tree number.
+  // The `dim` elements of node or leaf `index` of a tree. In tensors (tokens, K, ..), `tree` is token * K + k.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }

@@ -43,9 +43,9 @@ template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_kernel(const Vector* rows,       // (R, D)
                    int64_t rows_stride,      // vectors from row to row
-                   const float* weights,     // (T, K), or nullptr
-                   const int32_t* slot_row,  // (T, K)
-                   Vector* y,                // (T, D)
+                   const float* weights,     // (tokens, K), or nullptr
+                   const int32_t* slot_row,  // (tokens, K)
+                   Vector* y,                // (tokens, D)
                    int64_t tokens, int k, int vectors) {
   using Elements = Pack<T, Vector>;
   const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -71,15 +71,15 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
 // A block takes one token, kChoices choices at a time. The warps' parts of <row, dy> are added in a fixed order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
-    combine_bwd_kernel(const Vector* grad,             // (T, D)
+    combine_bwd_kernel(const Vector* grad,             // (tokens, D)
                        int64_t grad_stride,            // vectors from token to token
                        const Vector* rows,             // (R, D)
                        int64_t rows_stride,            // vectors from row to row
-                       const float* weights,           // (T, K)
-                       const int32_t* slot_row,        // (T, K)
+                       const float* weights,           // (tokens, K)
+                       const int32_t* slot_row,        // (tokens, K)
                        const int32_t* expert_offsets,  // (E + 1)
                        Vector* drows,                  // (R, D)
-                       float* dweights,                // (T, K)
+                       float* dweights,                // (tokens, K)
                        int k, int num_experts, int64_t num_rows, int vectors) {
   using Elements = Pack<T, Vector>;
   SHARED(float, partial, [kChoices][kRowThreads / kWarpSize]);

@@ -11,7 +11,7 @@ namespace {
 // (w h), and partial: partial sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
-  const T* grad;             // (T, D), or (R, D) without row_token: dy
+  const T* grad;             // (tokens, D), or (R, D) without row_token: dy
   int64_t grad_stride;
   const int32_t* row_token;  // (R), or nullptr
   Bias<T> b_out;             // (E, D)

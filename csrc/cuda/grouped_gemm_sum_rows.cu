@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
                       int64_t rows_stride,           // vectors from row to row
                       const int32_t* by_token,       // (R): row numbers sorted by token
                       const int32_t* token_offsets,  // (T + 1): where each token's rows start in by_token
-                      Vector* out,                   // (T, D)
+                      Vector* out,                   // (tokens, D)
                       int64_t tokens, int vectors) {
   using Elements = Pack<T, Vector>;
   const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;

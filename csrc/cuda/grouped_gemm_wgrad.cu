@@ -16,10 +16,10 @@ constexpr int64_t kFewBlocks = 2 * 108;  // two for each SM of an A100
 
 template <class T>
 struct Gradient {
-  const T* x;                     // (R, Din), or (T, Din) with x_token
+  const T* x;                     // (R, Din), or (tokens, Din) with x_token
   int64_t x_stride;
   const int32_t* x_token;         // (R), or nullptr
-  const T* grad;                  // (R, Dout), or (T, Dout) with grad_token
+  const T* grad;                  // (R, Dout), or (tokens, Dout) with grad_token
   int64_t grad_stride;
   const int32_t* grad_token;      // (R), or nullptr
   const int32_t* expert_offsets;  // (E + 1)

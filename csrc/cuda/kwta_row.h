@@ -1,6 +1,6 @@
-// A thread's part of a row of k-winner-take-all. Elements of a plain row (see Plain) are kept as in memory and compared
-// as floating-point numbers. Elements of other rows are converted to keys: integers in the order of the values
-// (moe/keys.cuh). A word is 32 bits, one or two elements.
+// A thread's part of a row of k-winner-take-all. A row is plain if the sum of its elements is not NaN (see Plain). Its
+// elements are kept as in memory and compared as floating-point numbers. Elements of other rows are converted to keys:
+// integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
 #pragma once
 
 #include <type_traits>
@@ -93,10 +93,11 @@ struct Team {
 
 // Compares elements of a plain row with a threshold as floating-point numbers: -0 equals 0, and NaN compares as false.
 // Bits of bfloat16 are compared as float16: the order is the same up to a magnitude of 2^121, and larger numbers become
-// NaN. A plain row has no NaN. `check` adds elements to `found`: a NaN makes it NaN; infinities and overflow may too.
+// NaN. `check` adds elements to `found`, which becomes NaN by a NaN. Infinities or overflow may make it NaN too: then
+// the row counts as not plain, and keys give the same result.
 template <class T>
 struct Plain {
-  static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
+  static constexpr int kInfinity = 0x7c00;  // the key of a plain row's threshold is between -kInfinity and kInfinity
 
   __device__ static uint32_t reaching(uint32_t x, uint32_t threshold) { return half2_reaches(x, threshold); }
   __device__ static uint32_t equal(uint32_t x, uint32_t threshold) { return half2_equals(x, threshold); }
@@ -115,9 +116,9 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// Chunk c of thread `rank` is vector c * size + rank of the row's middle (kwta_frame.h). With CHUNKS > 0 chunks stay in
-// registers; with 0 they are read again in each pass. A thread also holds up to EDGES elements of the head and of
-// the tail.
+// kwta_frame.h divides a row into head, middle (whole vectors) and tail. Chunk c of thread `rank` is vector
+// c * size + rank of the middle. With CHUNKS > 0 chunks stay in registers; with 0 they are read again in each pass. A
+// thread also holds up to EDGES elements of the head and of the tail.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -129,8 +130,8 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  // If `plain`, registers hold elements after convert(), and NaN outside the row; else keys, and 0 outside the row. The
-  // same for all rows of a warp.
+  // After convert(), registers hold elements, and NaN outside the row, if `plain`; otherwise keys, and 0 outside the
+  // row. `plain` is the same for all rows of a warp.
   bool plain = true;
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
@@ -281,7 +282,8 @@ struct Row {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
 
-  // `counted` turns the total of add_count into the number of elements that reach the threshold.
+  // Counts elements that reach the threshold. With two elements in a word, `total` is the negative sum of their masks
+  // (0xffff for an element that does), from which `counted` computes the number.
   template <bool PLAIN, int COUNT>
   __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll

@@ -202,10 +202,10 @@ using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SL
 
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
-    topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
+    topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (tokens, E)
                      int64_t stride,
-                     float* weights,                         // (T, K)
-                     int32_t* experts,                       // (T, K)
+                     float* weights,                         // (tokens, K)
+                     int32_t* experts,                       // (tokens, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first, bool vectorized) {
   using List = Choices<T, SLOTS>;
   SHARED(typename List::Shared, shared, [kTokens]);
@@ -260,12 +260,12 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 
 template <class T>
 __global__ void __launch_bounds__(kTokens * kWarpSize)
-    topk_gate_bwd_kernel(const float* grad,       // (T, K)
-                         const float* weights,    // (T, K)
-                         const int32_t* experts,  // (T, K)
-                         const T* logits,         // (T, E), or nullptr: softmax of the chosen logits only
+    topk_gate_bwd_kernel(const float* grad,       // (tokens, K)
+                         const float* weights,    // (tokens, K)
+                         const int32_t* experts,  // (tokens, K)
+                         const T* logits,         // (tokens, E), or nullptr: softmax of the chosen logits only
                          int64_t stride,
-                         T* dlogits,              // (T, E)
+                         T* dlogits,              // (tokens, E)
                          int64_t tokens, int num_experts, int k) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t(blockIdx.x) * kTokens + threadIdx.x / kWarpSize;

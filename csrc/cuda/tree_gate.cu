@@ -63,10 +63,10 @@ __device__ void reach(float* heap,            // (2E)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    tree_gate_kernel(const T* split_logits,  // (T, K, E - 1)
-                     const T* leaf_logits,   // (T, K, E)
-                     T* gates,               // (T, E)
-                     T* leaf_probs,          // (T, K, E)
+    tree_gate_kernel(const T* split_logits,  // (tokens, K, E - 1)
+                     const T* leaf_logits,   // (tokens, K, E)
+                     T* gates,               // (tokens, E)
+                     T* leaf_probs,          // (tokens, K, E)
                      int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing, int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);
   const int num_experts = tree.num_experts, local_token = threadIdx.x / lanes_a_token;
@@ -127,12 +127,12 @@ struct Softmax {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    tree_gate_bwd_kernel(const T* grad_gates,       // (T, E)
-                         const T* grad_leaf_probs,  // (T, K, E), or nullptr
-                         const T* split_logits,     // (T, K, E - 1)
-                         const T* leaf_logits,      // (T, K, E)
-                         T* dsplit,                 // (T, K, E - 1)
-                         T* dleaf,                  // (T, K, E)
+    tree_gate_bwd_kernel(const T* grad_gates,       // (tokens, E)
+                         const T* grad_leaf_probs,  // (tokens, K, E), or nullptr
+                         const T* split_logits,     // (tokens, K, E - 1)
+                         const T* leaf_logits,      // (tokens, K, E)
+                         T* dsplit,                 // (tokens, K, E - 1)
+                         T* dleaf,                  // (tokens, K, E)
                          int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing,
                          int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);

@@ -1,10 +1,11 @@
-// The forward pass of the tree gate for some E from 8 to 1024 (see by_lanes in tree_gate.cu). LANES lanes take a token.
-// A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES + lane (numbered as in
-// moe/tree.cuh).
+// The forward pass of the tree gate for E experts, 8 to 1024, if by_lanes (tree_gate.cu) finds LEAVES and LANES. LANES
+// lanes take a token. A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES +
+// lane (numbered as in moe/tree.cuh).
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
-// shallow leaves: LEAVES divides 2E, hence also the number of deep leaves, 2E - LEAVES * LANES.
+// shallow leaves, since by_lanes chooses a LEAVES that divides 2E and so the number of deep leaves,
+// 2E - LEAVES * LANES.
 #pragma once
 
 #include <cfloat>
@@ -114,10 +115,10 @@ constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
 __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
-    tree_gate_lanes_kernel(const T* split_logits,  // (T, K, E - 1) for K trees
-                           const T* leaf_logits,   // (T, K, E)
-                           T* gates,               // (T, E)
-                           T* leaf_probs,          // (T, K, E)
+    tree_gate_lanes_kernel(const T* split_logits,  // (tokens, K, E - 1) for K trees
+                           const T* leaf_logits,   // (tokens, K, E)
+                           T* gates,               // (tokens, E)
+                           T* leaf_probs,          // (tokens, K, E)
                            int64_t tokens, int num_trees, int num_experts, SmoothStep step, Weighing weighing) {
   using Row = LeafRow<T, LEAVES>;
   const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  // highest: largest logit of this lane's leaves with a probability of at least Weighing::least; `sums` have the factor
-  // exp(-highest)
+  // highest: largest logit of this lane's leaves that are in the softmax (Weighing in tree_gate_warp.h); `sums` have
+  // the factor exp(-highest)
   float highest = -FLT_MAX, sums[LEAVES] = {};
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];

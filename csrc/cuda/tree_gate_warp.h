@@ -152,12 +152,12 @@ constexpr int kWarpTokens = 4;  // tokens of a block
 
 template <class T, int LEAVES>
 __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
-    tree_gate_warp_bwd_kernel(const T* grad_gates,       // (T, E)
-                              const T* grad_leaf_probs,  // (T, K, E), or nullptr
-                              const T* split_logits,     // (T, K, E - 1)
-                              const T* leaf_logits,      // (T, K, E)
-                              T* dsplit,                 // (T, K, E - 1)
-                              T* dleaf,                  // (T, K, E)
+    tree_gate_warp_bwd_kernel(const T* grad_gates,       // (tokens, E)
+                              const T* grad_leaf_probs,  // (tokens, K, E), or nullptr
+                              const T* split_logits,     // (tokens, K, E - 1)
+                              const T* leaf_logits,      // (tokens, K, E)
+                              T* dsplit,                 // (tokens, K, E - 1)
+                              T* dleaf,                  // (tokens, K, E)
                               int64_t tokens, int num_trees, SmoothStep step, Weighing weighing) {
   using Leaves = Neighbours<T, LEAVES>;
   constexpr int kExperts = 32 * LEAVES;

@@ -128,16 +128,16 @@ __device__ void merge_trees(const float* logits,    // (K)
 
 template <class T, class Vector>
 __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
-    tree_route_kernel(const Vector* x,             // (T, P)
+    tree_route_kernel(const Vector* x,             // (tokens, P)
                       int64_t x_stride,            // vectors from token to token
                       const Vector* split_weight,  // (K, E - 1, P)
                       const Vector* leaf_weight,   // (K, E, P)
                       const T* split_bias,         // (K, E - 1), or nullptr
                       const T* leaf_bias,          // (K, E), or nullptr
-                      float* weights,              // (T, K)
-                      int32_t* experts,            // (T, K)
-                      int32_t* visited,            // (T, K)
-                      uint8_t* unsaturated,        // (T, K)
+                      float* weights,              // (tokens, K)
+                      int32_t* experts,            // (tokens, K)
+                      int32_t* visited,            // (tokens, K)
+                      uint8_t* unsaturated,        // (tokens, K)
                       int64_t tokens, int num_trees, Tree tree, SmoothStep step, int vectors) {
   DYNAMIC_SHARED(float, shared);
   const int lane = threadIdx.x, local_token = threadIdx.z;  // blockDim.y warps share the trees of a token

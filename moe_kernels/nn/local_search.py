@@ -45,8 +45,9 @@ class LocalSearch(KeepsFloat32):
         num_experts: n.
         steps: T, the training step that ends stage one (the paper: after 1 to 10 epochs). With 0 or 1 stage one has
             no step, and the permutation is the identity.
-        permutations: 1, as in the paper, or the number of the gate's choices. In the second case gates are
-            (..., permutations, n), each choice has its own permutation, and the result is the sum over choices.
+        permutations: 1, as in the paper, or the number of choices that a gate makes for a token, such as one in each of
+            several trees. In the second case gates are (..., permutations, n), each choice has its own permutation, and
+            the result is the sum over choices.
         zeta: coefficient of the regulariser (see the module's docstring).
         renormalise: whether the permuted gates are divided by their sum; False for gates that need not sum to one.
         schedule: "paper": in step t, tau = 10^(-3 - 4 t / T) and int(20 + 130 t / T) iterations. When stage one ends, S
@@ -60,14 +61,15 @@ class LocalSearch(KeepsFloat32):
         noise: in stage one S is computed from U + noise * Gumbel(0, 1), drawn in every step by torch's own generator
             (Gumbel-Sinkhorn, Mena et al. 2018); the last noisy S becomes the permutation. The paper has 0.
 
-    torch.compile breaks its graph in every training step, in evaluation only if `source` is computed again (see State).
+    torch.compile breaks its graph in every training step; in evaluation only where `source` is computed again (see
+    State).
 
     State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
     (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
     `distance` (permutations), the largest absolute element of S - P at the switch, NaN before and if T < 2. State dicts
-    also hold `step`. If `assigned` was written after `source` was computed, evaluation computes `source` again, so
+    also hold `step`. Evaluation computes `source` again if `assigned` was written since. So
     torch.optim.swa_utils.AveragedModel with use_buffers=True has the permutation nearest to its averaged `assigned`.
-    Training in stage two does so after load_state_dict(), train() and eval().
+    Training in stage two notices such a write only at the next load_state_dict(), train() or eval().
 
     From step T on the gradient of U is None, or 0 if torch.distributed is initialised, since DDP needs a gradient.
 
@@ -240,7 +242,7 @@ class LocalSearch(KeepsFloat32):
         return self.zeta * (_entropy(soft) + _entropy(normalised)).mean()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._is_stale()  # updates `_stale`, since the tensors of a copy count their writes from 0
+        self._is_stale()  # keeps in `_stale` whether `assigned` was written; a copied tensor's own count is 0
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:

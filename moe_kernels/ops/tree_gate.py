@@ -7,15 +7,16 @@
     q_ke = p_ke exp(a_ke) / (sum over all trees and leaves of p exp(a))                             q (T, K, E)
     gates_e = sum over k of q_ke                                                     (paper 001, eq. 3) gates (T, E)
 
-Backward, with L and R the sums of da_ke + p_ke dp_ke over the leaves under the left and the right child of node n:
+Backward, from the gradients dgates and dp (of leaf_probs, that is p). L and R are the sums of da_ke + p_ke dp_ke over
+the leaves under the left and the right child of node n:
 
     da_ke = q_ke (dgates_e - <gates, dgates>),   ds_kn = L h'(s) / h(s) - R h'(s) / h(-s)
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Kernels compute h'/h as
-6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. Without
-`parity`, a leaf is in the softmax if p is at least the smallest normal number. With `parity`, p + epsilon replaces p
-in the softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s and a of unreachable nodes and
-leaves.
+6 (1 - u) / (g u (3 - 2 u)), or 0 where the node is saturated (h is 0 or 1), so that gradients are finite. A leaf
+whose p is subnormal is not in the softmax. The argument `parity` of tree_gate instead adds an epsilon of 1e-8 or 1e-6:
+then p + epsilon replaces p in the softmax, and da p / (p + epsilon) replaces da in L and R. Backend "cpu" may skip s
+and a of unreachable nodes and leaves.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def tree_gate(
         x: (T, P), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
         leaf_weight: (K, E, P) in the dtype of x; leaf e, counted from the left, belongs to expert e. Leaves are the
-            places E-1 .. 2E-2 of the heap. If E is not a power of two, the deeper leaves, last in the heap, come first.
+            places E-1 .. 2E-2 of the heap. If E is not a power of two, the deeper leaves are those on the left.
         gamma: width of the smooth step, as for smooth_step: from 1.2e-38 to 8.5e37 unless x is float64.
         split_bias, leaf_bias: (K, E-1) and (K, E) in the dtype of x, or None.
         parity: the factor of exp(logit) in the softmax, from the leaf's probability p. None: p, as in eq. 3. As in the
@@ -99,12 +100,12 @@ def tree_gate(
         among a token's split pre-activations, or among the logits of leaves in its softmax, makes its gates NaN.
 
     Gradient: to x, weights and biases, from gates and leaf_probs. Saturated nodes and unreachable leaves get exactly 0.
-    Kernels are once differentiable and do not divide by probabilities; "reference" does, and its gradients may become
-    NaN or infinite if every term probability * exp(logit - largest logit) of the softmax is below 1e-36. For a token
-    with NaN gates, the gradient of a node or leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of
-    its inputs. FLOPs of kernels (torch's counter): 2 T P K (2E - 1) for the products, twice as many backward if all
-    gradients are needed. On a GPU torch.mm computes float32 products: in TF32 if torch.backends.cuda.matmul allows it,
-    else IEEE.
+    Kernels are once differentiable and do not divide by probabilities. "reference" does: its gradients may become NaN
+    or infinite if the leaves with the largest logits are hardly reached, so that all terms of the softmax,
+    probability * exp(logit - largest logit), are below 1e-36. For a token with NaN gates, the gradient of a node or
+    leaf is NaN or 0, depending on the backend. Autocast: runs in the dtype of its inputs. FLOPs of kernels (torch's
+    counter): 2 T P K (2E - 1) for the products, twice as many backward if all gradients are needed. On a GPU torch.mm
+    computes float32 products: in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
@@ -159,12 +160,12 @@ def tree_route(
     Returns:
         weights (T, K) and experts (T, K) int32; column k belongs to tree k. Weights are in the dtype of x, computed in
         float32 (float64 stays). An expert that several trees chose appears once, in the first of their columns, with
-        the sum of their weights; their other columns have weight 0 and expert -1. At a node whose pre-activation is NaN
-        the token goes left; if `visited` (see below) counts the node, the token's weights are NaN, except in columns
-        with expert -1.
-        With statistics also RouteStatistics(visited, unsaturated), each (T, K). visited (int32) counts the nodes at
-        least as likely as the leaf: those on its path and, in unsaturated trees, perhaps others. unsaturated (bool)
-        says whether one of these nodes was not saturated.
+        the sum of their weights; their other columns have weight 0 and expert -1.
+        With statistics also RouteStatistics(visited, unsaturated), each (T, K). visited (int32) counts the nodes that
+        the token reaches with at least the probability of the leaf: those on the leaf's path and, in unsaturated trees,
+        perhaps others. unsaturated (bool) says whether one of these nodes was not saturated.
+        At a node whose pre-activation is NaN the token goes left. If the node is one of those counted by `visited`, the
+        token's weights are NaN, except in columns with expert -1.
 
     Gradient: none. FLOPs of kernels (torch's counter): 2 T P K (ceil(log2 E) + 1), as if all trees were saturated.
 

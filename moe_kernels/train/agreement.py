@@ -3,7 +3,8 @@
 Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
 which of two experts with nearly equal scores is chosen (a tie). At a kink or tie the gradient jumps, and both results
 are right. The check finds these jumps: the reference repeats the step with weights that differ by some 4e-6 of their
-values. Then a loss or gradient may differ by TOLERANCE plus twice the largest change of the reference.
+values. Each number, the loss or an element of a gradient, may then differ by TOLERANCE plus twice its own largest
+change in these repetitions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOLERANCE = 1e-5
 # a kink nearby.
 PERTURBATION = 4e-6
 PAIRS = 4
-SLACK = 2.0  # allowed multiple of the largest jump: a number may jump at two kinks, but a repetition cross only one
+SLACK = 2.0  # allowed multiple of the largest jump: backends can differ at two kinks; a repetition may cross only one
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement check of one side, step by step."""
+    """The agreement check of one model, step by step."""
 
     steps: list[Step]
 
@@ -187,7 +188,7 @@ def _take_step(run: Run) -> StepRecord:
 
 
 def _restore(run: Run, state: dict[str, Any]) -> None:
-    """Sets step, random state, weights and optimiser; unlike Run.load_state, also for steps after the run's last."""
+    """Sets step, random state, weights and optimiser, also for steps after the run's last (Run.load_state raises)."""
     state = copy.deepcopy(state)
     run.step, run.random.state = state["step"], state["random"]
     run.task.model.load_state_dict(state["model"])

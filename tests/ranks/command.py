@@ -1,4 +1,4 @@
-"""The command `moe_kernels train` and a tutorial on ranks, as under torchrun. `port` is a free TCP port."""
+"""Runs the command `moe_kernels train` or a tutorial on several ranks, as under torchrun. `port` is a free TCP port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """The steps of the ranks together agree with those of one process on the reference; only rank 0 prints."""
+    """The steps of the ranks together agree with those of one process on backend "reference"; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -95,7 +95,7 @@ def goes_on(port: str, out: str, data: str, whole: str) -> None:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, least = (each["runs"][0]["flops"] for each in (found, expected))
-    # On several ranks the owner of an expert runs one more combine; its floating-point operations count too.
+    # On several ranks an expert's owner calls combine once more (nn/parallel.py); its FLOPs count too.
     assert least <= flops <= 1.01 * least, (flops, least)
     torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 

@@ -5,7 +5,7 @@
 // compiled with the sanitizers, simt.cpp without.
 #pragma once
 
-// CUDA headers that were included earlier may have defined these macros. The headers below keep the definitions here.
+// CUDA headers that were included before may have defined these macros; those included below do not define them again.
 #undef __global__
 #undef __device__
 #undef __host__

@@ -15,7 +15,7 @@ constexpr int64_t kFewRows = 64;
 
 template <class T>
 struct GroupedGemm {
-  const T* x;                     // (R, Din), or (T, Din) with row_token
+  const T* x;                     // (R, Din), or (tokens, Din) with row_token
   int64_t x_stride;               // elements from row to row
   const int32_t* row_token;       // (R), -1 for unused rows; or nullptr
   const T* weight;                // (E, Din, Dout)

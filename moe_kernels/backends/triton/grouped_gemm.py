@@ -2,7 +2,8 @@
 
 One launch multiplies the rows of all experts; a program computes one tile of the output. If row_token is given, the
 kernel gathers rows of x as it reads them. Bias and activation are applied to the float32 accumulators.
-In shapes K is the width of x, N that of the output.
+In shapes T is the number of tokens, R that of the plan's rows, E that of experts, K the width of x and N that of the
+output. Descriptors are those of TMA (Hopper's copies of tiles).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 other functions of this operation
+from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 callers look them up in this module
     activation_bwd,
     expert_mlp_bwd_hidden,
     grouped_gemm_bwd_weight,
@@ -35,7 +36,7 @@ from moe_kernels.backends.triton._rows import TYPES
 @triton.jit(do_not_specialize=["E", "R"])
 def _grouped_gemm_fwd(
     x,  # (T or R, K), or its descriptor
-    w,  # (E, K, N), stored as (E, N, K) if TRANSPOSED, with 2 N for N if GATED; or its descriptor
+    w,  # (E, K, M), or (E, M, K) if TRANSPOSED, where M = 2 N if GATED, else N; or its descriptor
     bias_ptr,  # (E, N or 2 N) contiguous; not read unless BIAS
     row_token_ptr,  # (R); not read unless GATHER
     expert_offsets_ptr,  # (E + 1)
@@ -53,7 +54,8 @@ def _grouped_gemm_fwd(
         return
     valid, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    # Unused rows have expert E. They get zeros: no product and no bias is added to them, and activations of 0 are 0.
+    # Rows after the last expert's are unused; find_tile gives them expert E. They get zeros: no product and no bias is
+    # added to them, and activations of 0 are 0.
     depth, bias_N = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
     pre, linear = multiply_tile(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
@@ -83,7 +85,7 @@ def _finish(
     N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the activation and stores a tile, at most SLICE columns at a time."""
+    """Adds the bias, applies the activation and stores a tile: SLICE columns at a time, if it has more."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:
         pre, pre_right = split_columns(pre)

@@ -63,7 +63,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: each record's mean; for "experts_per_sample" a token's mean number of weights >= 1e-5."""
+        """Scalars by name: each record's mean; "experts_per_sample": number of weights >= 1e-5, mean over tokens."""
         return {name: _statistic(name, record) for name, record in self.records.items()}
 
     @property
@@ -87,7 +87,8 @@ class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
     Gates with parameters convert x to the dtype of the parameters and compute in this dtype, also under autocast, since
-    bfloat16 logits could lead to other choices. Autocast does act on experts that a CompetitionGate calls.
+    bfloat16 logits could lead to other choices. Autocast does act on the experts, which CompetitionGate calls to choose
+    by their outputs.
 
     Gates draw random numbers from torch's own generator or from their argument `generator`. State dicts do not hold
     `generator`, and torch.utils.checkpoint does not restore it: if a checkpoint repeats a forward that draws from it,
@@ -95,8 +96,9 @@ class Gate(KeepsFloat32, OutputModule):
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
     gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
-    gate too. A constructor's `dtype` is always obeyed. FSDP2 casts parameters itself: call
-    fully_shard(layer.gate) before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+    gate too. A constructor's `dtype` is always obeyed. FSDP2 casts parameters itself. A gate stays
+    float32 if it is wrapped first, without a policy: fully_shard(layer.gate), and then
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
         >>> class First(Gate):  # a gate of your own: every token goes to expert 0
@@ -127,7 +129,7 @@ class Gate(KeepsFloat32, OutputModule):
         """(T, E): the probabilities that the router gives all experts for x (T, D), detached and without noise.
 
         None for gates without such probabilities, as HashGate and DSelectKGate. The entropy of the probabilities
-        measures the router's uncertainty (paper 004, appendix C.5).
+        measures the router's uncertainty (CompeteSMoE, appendix C.5).
         """
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)
@@ -146,8 +148,8 @@ class Gate(KeepsFloat32, OutputModule):
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
 
-        Ids outside [0, count) raise ValueError in eager mode on the CPU. Otherwise, as on a GPU, where a check would
-        make the host wait, negative ids become `count`: then a lookup in `count` rows fails for all ids out of range.
+        Ids outside [0, count) raise ValueError in eager mode on the CPU. On a GPU a check would make the host wait.
+        There, and in compiled code, negative ids become `count`, so that a lookup in `count` rows fails for them too.
         meaning: what the ids are, for the message.
         """
         name = type(self).__name__

@@ -1,8 +1,8 @@
 // mbarriers: a phase is complete after its arrivals and the bytes of its bulk copies.
 //
-// A phase without copies is complete at its last arrival. A phase with copies is completed by a warp's second try_wait,
-// which writes the bytes to shared memory. The first try_wait fails even if all arrivals and copies were issued. So
-// code that ignores the result of try_wait reads bytes too early, which is reported as an error.
+// In this executor a phase without copies is complete at its last arrival. A phase with copies is completed by a warp's
+// second try_wait, which writes the bytes to shared memory. The first try_wait fails even if all arrivals and copies
+// were issued. So code that ignores the result of try_wait reads bytes too early, which is reported as an error.
 #include "table.h"
 
 namespace {
