@@ -79,8 +79,8 @@ def weight_gradient(
     given = contiguous_rows(x), contiguous_rows(grad), expert_offsets, x_token, grad_token
     if weight is None or not is_transposed(weight):
         return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias, row_weight)
-    # dweight = (grad^T x)^T: the kernel gets grad as x and x as grad. It would then sum x instead of grad, so a second
-    # call, without columns of x, computes dbias.
+    # The transpose of dweight = x^T grad is grad^T x, for which the kernel gets x and grad in each other's place. With
+    # bias it would then sum the rows of x, so a second call, without columns of x, computes dbias from grad.
     dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
     if with_bias:
         given = contiguous_rows(x)[:, :0], *given[1:]
