@@ -1,6 +1,6 @@
-// A thread's part of a row of k-winner-take-all. A row is plain if the sum of its elements is not NaN (see Plain). Its
-// elements are kept as in memory and compared as floating-point numbers. Elements of other rows are converted to keys:
-// integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
+// A thread's part of a row of k-winner-take-all. A row is plain if no thread gets NaN when it adds its elements (see
+// Plain). They are kept as in memory and compared as floating-point numbers. Elements of other rows are converted to
+// keys: integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
 #pragma once
 
 #include <type_traits>
