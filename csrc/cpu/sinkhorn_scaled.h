@@ -11,8 +11,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), n rows of `blocks` vectors. The exponent is double even if k is float: rounding an
-// exponent near -60 to float would change k by up to 32 units in the last place.
+// k = exp((S - row maximum) / tau), n rows of `blocks` vectors. If k is float, an exponent near -60 rounded to float would
+// change k by up to 32 units in the last place. So the exponent is double or, in packed float matrices, a float whose
+// rounding error is added again (ExpOfDifference).
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
