@@ -6,8 +6,9 @@
 //
 // The iteration has three forms: scaling exp(scores / tau) by vectors, in float or in double (sinkhorn_scaled.h;
 // sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
-// Prescribed sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form
-// that tau, the range and the type of its scores allow. The backward of both scaled forms is in double.
+// The scaled forms are written for sums of one, a given number of iterations and one tau. So prescribed sums, a
+// tolerance or a tau that changes take potentials. Otherwise each matrix takes the cheapest form that tau, the range
+// and the type of its scores allow. The backward of both scaled forms is in double.
 
 #include "ops.h"
 
