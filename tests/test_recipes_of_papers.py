@@ -33,7 +33,7 @@ def blocks_with_experts(side, **changed):
         ("e3", {}, [3, 5]),
         ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2": every second block
         ("bpr", {"moe_every": 1, "moe_layers": 1}, [5]),
-        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # the sparse ViT of paper 002
+        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # paper 002: every block
         ("token_choice", {"moe_layers": 0}, []),
         ("matched", {}, []),
     ],
@@ -150,13 +150,13 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # FLOPs of a sample that route=True saves in a task's gate
-    combine = 2 * 256 * (16 - 2)  # and in a task's sum over experts: 2, one of each task, instead of 16
+    combine = 2 * 256 * (16 - 2)  # and in a task's sum over experts: MultiGateMoE adds one of each task, 2, not 16
     assert many - few == 2 * (gate + combine)
 
 
 @pytest.mark.parametrize(("side", "k"), [("vmoe", 2), ("token_choice", 1), ("softmax", 4)])
 def test_flops_of_backends_differ_by_combine(side, k):
-    """The definition multiplies only rows in use, also under a capacity, and torch does not count its sums."""
+    """Both count the products of rows in use. "cpu" also counts combine, which is sums to torch in the definition."""
     run, blocks = blocks_with_experts(side, capacity=1.05)
     found = {}
     for backend in ("reference", "cpu"):

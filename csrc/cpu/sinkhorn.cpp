@@ -1,14 +1,16 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
 // Matrices of up to kPacked x kPacked elements are packed: each lane of a vector holds a different matrix. Of a larger
-// matrix, a vector holds consecutive elements of a row. A thread reads a group of matrices (Stage) and computes it in
-// parts (Part).
+// matrix, a vector holds consecutive elements of a row. A thread copies some matrices at a time, as float or double, to
+// its scratch memory (Stage: one matrix, or packed matrices for two vectors) and computes one vector of them after the
+// other (Part).
 //
-// The iteration has three forms: scaling exp(scores / tau) by vectors, in float or in double (sinkhorn_scaled.h;
-// sinkhorn_small.h if n = 4), and potentials in double (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py).
-// The scaled forms are written for sums of one, a given number of iterations and one tau. So prescribed sums, a
-// tolerance or a tau that changes take potentials. Otherwise each matrix takes the cheapest form that tau, the range
-// and the type of its scores allow. The backward of both scaled forms is in double.
+// The iteration is written in three forms. Two scale the rows and columns of exp(scores / tau), in float and in double
+// (sinkhorn_scaled.h; sinkhorn_small.h if n = 4). The third adds to scores / tau, in double, logarithms of the scales,
+// which are called potentials (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py). The scaled forms are written
+// for sums of one, a given number of iterations and one tau. So prescribed sums, a tolerance or a tau that changes take
+// potentials. Otherwise each matrix takes the cheapest form that tau, the range and the type of its scores allow. The
+// backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -44,7 +46,8 @@ struct Call {
   } sums;
 };
 
-// Calls each(matrix, lane) for every matrix of a Part in double whose first matrix is `first`.
+// Calls each(matrix, lane) for the matrices in one vector of doubles, of which `first` is in lane 0. Not packed, the
+// vector belongs to the matrix `first` alone.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);

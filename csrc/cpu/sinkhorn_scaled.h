@@ -114,10 +114,11 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
   // * multiplies element by element. h is the gradient with respect to k; df and dg are the gradients with respect to
-  // -log u and -log v. At first h = u v^T * dP (`grad`), and df and dg are minus the row and column sums of k * h. An
-  // iteration computed u from `before`, the old v, and then the new v from u. The way back through it:
-  //   y = dg * v,  x = u * (df - u * (k y)),  h += u y^T + x before^T,  df = 0,  dg = -before * (k^T x).
-  // At the end dS = k * h / tau.
+  // -log u and -log v. P contains the u and v of the last iteration: at first h = u v^T * dP (`grad`), and df and dg
+  // are minus the row and column sums of k * h. An iteration computed u from `before`, the v of the iteration before
+  // it, and then v from u. The way back through it:
+  //   y = dg * v,  x = u * (df - u * (k y)),  h += u y^T + x before^T,  dg = -before * (k^T x).
+  // df is 0 after the first step back, since an earlier u affects P only through its v. At the end dS = k * h / tau.
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

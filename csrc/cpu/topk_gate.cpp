@@ -22,7 +22,8 @@ template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
 // Writes to `experts` the positions of the k highest of n keys, highest first. Equal keys are ordered by position.
-// `key` must be padded to a multiple of kMaskBits with the lowest integer, and may be overwritten. order (n): scratch.
+// The length of `key` must be n rounded up to a multiple of kMaskBits, with the lowest integer in the elements after n.
+// `key` is overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
@@ -83,7 +84,8 @@ void forward(const void* logits, int64_t stride, void* weights, int32_t* experts
       for (int64_t e = 0; e < num_experts; ++e) row.key[e] = key_of<F>(logit[e]);
       select_top_k(row.key, num_experts, k, expert, row.order);
       if (k == 0) continue;
-      // The first choice has the highest logit. If there is a NaN, `highest` is NaN, and so is every weight.
+      // The first choice has the highest logit. Keys order NaN above +inf, so a row with a NaN has NaN as `highest`,
+      // and all its weights become NaN.
       const Wide highest = F::widen(logit[expert[0]]);
       const int64_t n = softmax_first ? num_experts : k;
 #pragma omp simd

@@ -1,4 +1,7 @@
-"""The results of a comparison of sides: text of log.csv, JSON files, tables and a picture."""
+"""The results of a comparison: text of log.csv, JSON files, tables and a picture.
+
+A comparison trains several models or methods, its sides, on the same data.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class History:
     flops: float = math.nan  # FLOPs of a prediction for one sample
     setup_seconds: float = 0.0
     parameters: int = 0
-    flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
+    flops_known: float = math.nan  # `flops` without the routing whose masks are stored (recipe comet, --keep-masks)
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"
     chosen: int = -1  # index of the row to report
     terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before
@@ -52,7 +55,7 @@ class Summary:
     seconds: float  # of a step: mean between two evaluations; of these means the median over evaluations and seeds
     flops: float  # of a prediction for one sample
     routing: dict[str, float] = field(default_factory=dict)
-    flops_known: float = math.nan  # with stored frozen masks
+    flops_known: float = math.nan  # as in History
     unit: str = "experts"
     regularisers: dict[str, float] = field(default_factory=dict)  # means over the seeds
     parameters: int = 0
@@ -99,7 +102,8 @@ def task_loss(row: Row) -> float:
 def tables(summaries: Sequence[Summary], metric: str) -> str:
     """Two tables with a row for each side: metric, training loss and time; routing, parameters and FLOPs."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # "": no routing, or sides differ; then each count names its unit
+    # Sides that count the same unit have it in the header. Otherwise ("") it stands after each number.
+    unit = units.pop() if len(units) == 1 else ""
     stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     learned, costs = [], []
     for each in summaries:

@@ -17,9 +17,10 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether the last write of `word` happened before an access of this lane: the lane itself wrote, or a synchronization
-// is between. Within a warp this is a barrier, bar.warp.sync, arrival at an mbarrier or fence.proxy.async; between
-// warps of a block a barrier or mbarrier; between blocks atomics with .release, .acquire or .acq_rel.
+// Whether the last write of `word` happened before an access of this lane: the lane itself wrote, or something orders
+// the two. Lanes of a warp are ordered by bar.warp.sync and by what raises the warp's clock, as shared.cpp says: a
+// barrier, an arrival at an mbarrier, fence.proxy.async. Warps of a block are ordered by a barrier or mbarrier, blocks
+// by atomics with .release, .acquire or .acq_rel.
 bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
   if (word.block != b.index + 1) {
     const auto known = b.known.find(word.block - 1);
