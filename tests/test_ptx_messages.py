@@ -48,6 +48,15 @@ CASES = {
         "the number of bytes to copy is undefined",
     ),
     "undefined mbarrier": ("{garbage} mbarrier.init.shared::cta.b64 [%r3], 1;", "an operand of an mbarrier is"),
+    "undefined mask": ("{garbage} vote.sync.any.pred %p1, %p0, %r3;", "the mask of a collective is undefined"),
+    "undefined lane of a shuffle": (
+        "{garbage} shfl.sync.idx.b32 %r4, %r0, %r3, 31, -1; st.global.u32 [%d3], %r4;",
+        "a value that is stored is undefined",
+    ),
+    "undefined clamp of a shuffle": (
+        "{garbage} shfl.sync.idx.b32 %r4|%p0, %r0, 0, %r3, -1; @%p0 trap;",
+        "a guard is undefined",
+    ),
     "undefined value": (
         "st.global.u32 [%d4], %r0; xor.b32 %r3, %r2, 4; cvt.u64.u32 %d5, %r3; add.s64 %d5, %d1, %d5; "
         "ld.global.u32 %r4, [%d5]; st.global.u32 [%d3], %r4;",

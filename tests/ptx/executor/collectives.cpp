@@ -7,6 +7,7 @@ namespace {
 #define GATHER(k)                                                  \
   Next next;                                                         \
   u32 masks[kLanes];                                                 \
+  check_defined(launch, b, w, r, k, w.active, "the mask of a collective"); \
   std::memcpy(masks, lanes_of<const u32>(launch, w, r, k), sizeof masks); \
   if (!gather(launch, b, w, r, masks, true, next)) return next;      \
   mask &= w.active;
@@ -30,8 +31,9 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32* lane = lanes_of<const u32>(launch, w, r, 3);
   const u32* clamp = lanes_of<const u32>(launch, w, r, 4);
   const u64 undefined = undefined_lanes(launch, w, r, 2);
+  const u64 undefined_choice = either(undefined_lanes(launch, w, r, 3) | undefined_lanes(launch, w, r, 4));
   u32 inside = 0, absent = 0;
-  u64 moved = 0;
+  u64 moved = undefined_choice;
   for (u32 l = 0; l < kLanes; l++) {
     const u32 by = lane[l] & 31, segment = clamp[l] >> 8 & 31, bound = clamp[l] & 31;
     const u32 limit = (l & segment) | (bound & ~segment), first = l & segment;
@@ -59,6 +61,7 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (r.flag) {
     u32& predicate_to = predicate(launch, w, r, 1);
     predicate_to = (predicate_to & ~mask) | (inside & mask);
+    set_undefined(undefined_lanes(launch, w, r, 1), undefined_choice, mask);
   }
   return next;
 }
@@ -145,6 +148,7 @@ Next match_any(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   u32* to = lanes_of<u32>(launch, w, r, 0);
   for_lanes(mask, [&](u32 l) { to[l] = w.active; });
+  set_undefined(undefined_lanes(launch, w, r, 0), 0, mask);
   return Next::following;
 }
 
