@@ -7,8 +7,8 @@
 namespace moe {
 namespace {
 
-// SmallTile: for fewer than kFewBlocks large tiles. SmallEvenTile and SmallUnalignedTile: for rows that start or end at
-// multiples of only 4 or 2 bytes.
+// Rows that start and end at multiples of 16 bytes take LargeTile (moe/gemm.cuh), or SmallTile if large tiles would be
+// fewer than kFewBlocks. Multiples of only 4 or 2 bytes take SmallEvenTile or SmallUnalignedTile.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;

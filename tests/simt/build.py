@@ -38,8 +38,8 @@ SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The .cu files of a folder, or its .cpp files without module.cpp, compiled for one instruction set. The folder's
-    ops.h lists the launchers."""
+    """The .cu files of a folder, or its .cpp files without module.cpp, compiled for one instruction set. call.cpp calls
+    the launchers that the folder's ops.h lists."""
 
     folder: Path  # relative to the root
     isa: str = ""  # instruction set of .cpp files; empty for .cu files

@@ -17,7 +17,7 @@ template <class T>
 struct Elements {
   int64_t size;    // bytes of an element
   bool same_type;  // elements are of type T
-  bool in_pairs;   // matrix products multiply pairs of elements (pairs.h)
+  bool in_pairs;   // matrix products take two elements at a time, as AVX512-BF16 multiplies bfloat16 (pairs.h)
 
   // Row r of `to` (rows, count) becomes row r of `from` if `token` is null, else row token[r] of `from`, or zeros if
   // token[r] is -1. Rows of `from` are `stride` elements apart, rows of `to` are to_row elements apart.
@@ -82,7 +82,7 @@ void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);
 }
 
-// The conversions between `dtype` and T. T must be the type that with_wide chooses for `dtype`.
+// The conversions between `dtype` and T. T must be double for float64, and float for other dtypes, as in with_wide.
 template <class T>
 inline Elements<T> elements_of(int dtype) {
   Elements<T> found{};

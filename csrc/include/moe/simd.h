@@ -144,7 +144,8 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   uint8_t bytes[kMaskBits];
   for (int i = 0; i < 4; ++i) {
-    // The product has eight copies of a byte. Copy i keeps bit i, and the addition carries it to the copy's high bit.
+    // The product has eight copies of a byte, and copy k keeps only its bit k. Adding 0x7f to a copy sets its high
+    // bit if it is not 0, and the shift moves the high bit down to bit 0.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);
