@@ -79,7 +79,7 @@ def test_a_dropped_token_is_added_to_no_copy_of_itself():
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Trains seven sides. Kernels agree with the reference, and the written models load and predict."""
+    """Trains the seven models in --sides. Kernels agree with the reference, and the written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))
@@ -242,7 +242,7 @@ def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
 
 
 def test_distillation_of_a_checkpoint_resumes_exactly(checkpoint, text, tmp_path):
-    """Resumes a run that was interrupted after the split, with dropout and random masks."""
+    """Resumes a run that was interrupted after the model was split into experts, with dropout and random masks."""
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 11)
     assert whole == broken

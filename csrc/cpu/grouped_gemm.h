@@ -16,8 +16,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A long sum is computed in parts, of kDepth terms or kPairDepth pairs of terms (pairs.h), so that a packed panel
-// (tiles.h) has at most 32 KB, or 64 KB with pairs.
+// A sum of many terms is computed in parts. The weights for a part and for the columns of a tile are copied to a panel
+// (tiles.h). A part has kDepth terms, so that a panel has at most 32 KB, or kPairDepth pairs of terms and 64 KB for the
+// instructions that multiply pairs of bfloat16 (pairs.h).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
@@ -48,14 +49,15 @@ struct GatheredRows {
   int64_t stride;
   const int32_t* token;
 
-  // to (rows, count) = rows from `first` on, columns from `column` on, as T. Rows of `to` are to_row elements apart.
+  // Copies a block of `rows` rows and `count` columns, which starts at row `first` and column `column`, to `to` as T.
+  // Rows of `to` are to_row elements apart.
   void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
                count);
   }
 
-  // As copy, for bfloat16, but `to` (pairs_of(rows), count) has pairs of rows (pairs.h).
+  // As copy, for bfloat16, but rows 2 i and 2 i + 1 become row i of `to`, whose elements are pairs of theirs (pairs.h).
   void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
@@ -89,14 +91,16 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row of every expert; finish may overwrite the row's dout sums. The sums
-  // are in by_torch if it is of type T, else in sums_out (R, dout) if that is not null, else in scratch. sums_out must
-  // be null if by_torch is not null and of another type. If `rounded` (R, dout) is not null, it receives the sums in
-  // bfloat16, and finish is not called; `rounded` needs products in pairs and no by_torch.
+  // Calls finish(expert, row, sums) for every row of every expert; finish may overwrite the row's dout sums. Where the
+  // sums are: without by_torch in sums_out (R, dout), or in scratch if sums_out is null. With by_torch of type T in
+  // by_torch. With by_torch of another type in scratch, converted row by row; sums_out must then be null.
+  // If `rounded` (R, dout) is not null, it receives the sums in bfloat16, and finish is not called; `rounded` needs
+  // products in pairs and no by_torch.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
-    // Scratch: the sums of a span (groups.h), its rows of x and a panel of the weight; with by_torch, one row of sums.
+    // A span is up to kSpan rows of one expert (groups.h). Scratch: its sums, its rows of x and a panel of the weight;
+    // with by_torch one row of sums.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -121,8 +125,9 @@ struct GroupedGemm {
   }
 
   // Prefetches the panel after the panel at term k and column j: the next terms of the same columns; after the last
-  // term, the next columns; after the last column, the first panel of later.expert if that is another expert.
-  // rows_of_step: 2 for pairs, else 1.
+  // term, the next columns; after the last column, the first panel of later.expert if that is another expert (later:
+  // the span that this thread will probably take next). rows_of_step: rows of the weight that a step over k reads, 2
+  // for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                            int rows_of_step) const {
     const char* weight = weight_of(span);

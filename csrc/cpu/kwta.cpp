@@ -26,7 +26,7 @@ constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row in the buffer at a time
 constexpr int64_t kPrefetchLength = 512;  // longest row that is prefetched
 constexpr int kRows = 32;             // most rows searched together: one bit of a uint32_t for each
-constexpr int64_t kSampledBlocks = 16;  // least number of blocks of 32 keys that a longer row is sampled by
+constexpr int64_t kSampledBlocks = 16;  // blocks of 32 keys in a sample (moments), at least, if there are as many
 constexpr int kTrials = 8;            // trials before bisection, the first of them from mean and variance
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
@@ -38,8 +38,8 @@ struct Winners {
   int64_t ties;
 };
 
-// count: number of a row's keys at or above a trial value. nearest: if count > k, a value from the trial on with as
-// many keys at or above it; otherwise a value below the trial with as many keys above it. The search's next bound.
+// count: number of a row's keys at or above a trial value. nearest: the search's next bound. If count > k, a value from
+// the trial on, and `count` keys are at or above it; otherwise a value below the trial, and `count` keys are above it.
 template <class Key>
 struct Count {
   int64_t count;
@@ -91,8 +91,8 @@ class Keys {
   // between keys.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
-    // If count > k, flip is 0 and changes nothing. Otherwise it flips all bits, which reverses the order of the keys:
-    // the greatest key below t, flipped, is the least flipped key from t - 1, flipped, on.
+    // If count > k, flip is 0 and changes nothing. Otherwise it flips all bits, which reverses the order: the greatest
+    // key up to t - 1 becomes the least one from ~(t - 1) on.
     const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
     Key least = std::numeric_limits<Key>::max();
     each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });

@@ -19,7 +19,7 @@ namespace {
 constexpr double kNegligible = -64;
 
 // exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. In other
-// vectors such a lane gives 0, so the result of a matrix does not depend on the matrices in other lanes.
+// vectors such a lane gives 0 too. If packed, each lane holds another matrix, and no result depends on the other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
 // *log_sum = log(total). If total is 0 (all scores of a row or column are -inf), *anchor and *log_sum become 0.
@@ -62,7 +62,7 @@ struct Sums {
 };
 
 // The potentials after an iteration, f of rows (n) and g of columns (width), with their anchors and log_sums. `updated`
-// is 1 in the lanes of matrices that the iteration updated, else 0.
+// is 1 in the lanes of matrices that the iteration updated, and 0 in those of matrices within the tolerance.
 template <bool packed>
 struct Potentials {
   RowValues<packed, double> row_anchor, row_log, f;
@@ -127,8 +127,9 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
 }
 
 // Sets p.updated: 1 if the previous iteration (if any) updated the matrix, and a sum was off by more than the tolerance
-// before this iteration; else 0. The error of a row sum follows from the change of f. Column sums can be off only
-// before the first iteration, since an iteration ends with the columns.
+// before this iteration; else 0. Before it a row sum was the prescribed sum times exp((f - old f) / tau), as the
+// iteration made it the prescribed one (with a tolerance, tau is constant). Column sums can be off only before the
+// first iteration, since an iteration ends with the columns.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
                    const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -248,8 +249,8 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    // For gradients of prescribed sums: f has the term -tau_t log(prescribed row sum), g likewise for columns. df and
-    // dg are gradients with respect to f / (last tau) and g / (last tau).
+    // Gradients of prescribed sums: f has the term -tau_t log(row sum), and df is the gradient of f / (last tau). So a
+    // row sum's gradient is -df (tau_t / last tau) / (row sum), with df of this iteration; likewise for columns.
     const double tau_ratio = taus(t) * last_inv_tau;
     const auto updates = load(p.updated) != 0.0;
     // A matrix that iteration t did not update keeps df and dg. Its dg is copied to `next`, the dg for t - 1.

@@ -24,8 +24,8 @@ constexpr int64_t kPad = 16;  // rows are padded to multiples of this
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
 // A thread's buffers for one token. In `split` and `heap`, nodes count from 1: node m has the children 2 m and 2 m + 1.
-// Elements of `heap` written past the end of a level are overwritten later or not used. The padding of `logit`, `prob`
-// and `q` stays 0.
+// descend stores whole vectors: elements of `heap` past the end of a level are overwritten later or not used. The
+// padding of `logit`, `prob` and `q` stays 0.
 template <class F>
 struct TokenBuffers {
   using Key = typename F::Key;
@@ -37,7 +37,7 @@ struct TokenBuffers {
   int64_t trees, experts, stride, leaves;  // stride: of a tree in `split`; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations, which backward replaces by gradients
   Wide *logit, *prob, *q;                  // (K, E), padded to `leaves`; q: softmax terms, then in backward gradients
-  Wide* heap;                              // (padded(2 E) + 2 kPad), of one tree: probabilities, then p dp (see ascend)
+  Wide* heap;                              // (padded(2 E) + 2 kPad), a tree: p, then p times its gradient
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
       : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {
@@ -93,7 +93,7 @@ struct TokenBuffers {
   }
 
   // Replaces tree k's pre-activations by their gradients, from the leaves up. Before the call each leaf of `heap` holds
-  // p dp: its probability p times the gradient of p. Each node of `heap` becomes the sum of its children.
+  // p dp: its probability p times the gradient dp of p. Each node of `heap` becomes the sum of its children.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
     int64_t first = 1;
@@ -105,7 +105,9 @@ struct TokenBuffers {
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
         // With r = max(1/2 - |t| / gamma, 0), the branches have the probabilities low = r^2 (3 - 2 r) and
         // high = 1 - low. As t moves towards 0, low rises at the rate low' = 6 r (1 - r) / gamma, and high falls as
-        // fast. slope is low' / (low high), so that low' / low = slope high and low' / high = slope low.
+        // fast. A child's sum contains its branch probability as a factor, so the gradient of t has the terms
+        // low' / low and -low' / high times the children's sums. With slope = low' / (low high) these quotients are
+        // slope high and slope low.
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
@@ -187,7 +189,7 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is a softmax; scale alone may be as large as 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale first, a softmax: scale alone can be 1 / least
           out[e] = F::narrow(q[e]);
         }
         // q is now the gradient of the leaf's logit; from here on it becomes p dp (see ascend).

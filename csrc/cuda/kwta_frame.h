@@ -83,7 +83,8 @@ __device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, un
   if (bit % 8 == 0 && bit < end) bytes[bit / 8] = static_cast<uint8_t>(winners);
 }
 
-// Words for the flags of a head and ELEMENTS elements, and one word more that `drain` reads.
+// Words for a byte with the head's flags and the flags of ELEMENTS elements, and one word more: `drain` shifts a word
+// and its successor together.
 template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 

@@ -87,7 +87,7 @@ cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
 cudaError_t dispatch_fwd(int element_size,               // 2 or 4 bytes
                          const void* x,                  // (T, D), last dimension contiguous
                          int64_t x_stride,
-                         const int32_t* row_token,       // (R), not read
+                         const int32_t* row_token,       // (R), not read: slot_row says the same
                          const int32_t* slot_row,        // (T, K)
                          const int32_t* expert_offsets,  // (E + 1)
                          void* rows,                     // (R, D) contiguous
@@ -169,7 +169,8 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              void* pre,                  // receives x W + b: (R, Dout) contiguous; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r.
+// Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r. For the second layer of
+// an expert MLP, x is `weighted` of expert_mlp_bwd_hidden: dW_e includes row_weight already.
 cudaError_t grouped_gemm_bwd_weight(int dtype,            // bfloat16 or float16
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,
@@ -205,7 +206,7 @@ cudaError_t activation_bwd(int dtype,            // bfloat16 or float16
 // The backward pass of an expert MLP down to its hidden units. For a row r of expert e with token t, let h = act(pre_r)
 // and a = grad_t W_e. Then dpre_r is what activation_bwd computes from grad_r = row_weight_r a, weighted_r is
 // row_weight_r h, and partial_ir is <h, a> over the columns c with floor(c / 128) = i, plus <b_out_e, grad_t> if i = 0.
-// All three are zero from row expert_offsets[E] on.
+// The gradient of row_weight_r is the sum of partial_ir over i. All three are zero from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,                 // bfloat16 or float16
                                   const void* grad,          // (T, D), or (R, D) without row_token; D contiguous
                                   int64_t grad_stride,
@@ -238,7 +239,7 @@ cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // The tree gate after its matrix products. leaf_probs_tji is the product of the branch probabilities (smooth steps of
-// the split logits, see moe/tree.cuh) on the path to leaf i of tree j. The term of a leaf is
+// width gamma of the split logits, see moe/tree.cuh) on the path to leaf i of tree j. The term of a leaf is
 // (leaf_probs_tji + epsilon) exp(leaf_logits_tji), or 0 if leaf_probs_tji < least. gates_ti is the sum of the terms of
 // leaf i over the trees j, divided by the sum of all terms of token t.
 cudaError_t tree_gate_fwd(int dtype,
@@ -273,8 +274,9 @@ cudaError_t tree_route_fwd(int dtype,
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): number of inner nodes whose weights were read
-                           // (T, K): 1 if an inner node at least as likely as the chosen leaf is not saturated (has a
-                           // split logit strictly between -gamma / 2 and gamma / 2), else 0
+                           // (T, K): 1 if the search met an unsaturated node (split logit strictly between
+                           // -gamma / 2 and gamma / 2) at least as likely as the chosen leaf, else 0. With 0 the leaf
+                           // has probability 1.
                            uint8_t* unsaturated,
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

@@ -102,7 +102,7 @@ def load(folder: str | Path) -> BertWithExperts:
 
     Raises:
         ValueError: a file or weight is missing or damaged, the model is a decoder or no BERT, or its activation is
-            not one of SPLIT_ACTIVATIONS.
+            not one of SPLIT_ACTIVATIONS (nn/split.py), those with act(0) = 0 whose layers can be split into experts.
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in WEIGHTS):

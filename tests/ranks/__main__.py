@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-# Imported here, modules that only some checks need are loaded once and not by every rank.
+# Modules that only some checks need are imported before the ranks are forked, and so once and not by every rank.
 import scipy.optimize  # noqa: F401
 import torch
 import torch._functorch.aot_autograd
@@ -30,8 +30,8 @@ FORK = multiprocessing.get_context("fork")
 class Group:
     """`size` ranks, which run checks.
 
-    distributed: if True, the ranks share a process group and run checks one after another until a check fails; else
-    they run one check and have no process group before it, as under torchrun.
+    distributed: if True, the ranks share a process group and run checks one after another until a check fails. Else
+    they run one check, which makes the process group itself from RANK and WORLD_SIZE, as a program under torchrun does.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:

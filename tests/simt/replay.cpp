@@ -1,14 +1,14 @@
-// Runs one call in its own process, so that a faulty kernel or a sanitizer ends only this process. Every buffer is
-// copied into its own allocation, which ends at the buffer's last byte.
+// Runs one call of a launcher in its own process, so that a faulty kernel or a sanitizer ends only this process. Every
+// buffer is copied into its own allocation, which ends at the buffer's last byte.
 //
-//   replay            prints the signatures
+//   replay            prints the launchers' signatures
 //   replay FILE       runs the call in FILE and writes the buffers back into it
 //
 // FILE begins with three 64-bit words: the length of the launcher's name, the number of arguments and the number of
 // buffers. Then come the name, for each argument a word with its bits, and for each buffer its address in the calling
 // process, its size and its bytes. Pointers into a buffer are changed into pointers into its copy. Exit status 1: the
-// launcher returned an error, or simt::fail was called; 2: this program failed, for example since FILE or a pointer in
-// it is wrong; others come from a sanitizer or a signal. The message is on stderr.
+// launcher returned an error, or simt.cpp found a fault in a kernel; 2: this program failed, for example since FILE or
+// a pointer in it is wrong; others come from a sanitizer or a signal. The message is on stderr.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -76,7 +76,7 @@ std::vector<Thread> threads;     // as many as in the largest block so far
 int count, unfinished, current;  // threads of the block: all, those that have not ended, index of the running one
 Fiber host;                      // the program's own stack
 int arrived, votes, result;      // of the block's barrier
-std::vector<std::array<Meeting, kWarp>> meetings;  // by warp, then by the lowest lane of the mask
+std::vector<std::array<Meeting, kWarp>> meetings;  // by warp, then by the lowest lane that takes part
 std::map<const void*, std::unique_ptr<void, void (*)(void*)>> shared;
 size_t dynamic_bytes;
 

@@ -1,9 +1,10 @@
 """The routing plan in Triton.
 
-make_plan_fwd splits the T * K choices, in visiting order, into chunks. A request is a choice that names an expert. Its
-slot is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk.
-_plan_count counts the requests to each expert in each chunk, _plan_scan sums the counts of earlier chunks, and
-_plan_rank computes slots and rows.
+Choices claim capacity in the visiting order: token by token, or all first choices first; tokens by priority or by
+index. make_plan_fwd splits the T * K choices, so ordered, into chunks. A request is a choice that names an expert. Its
+slot is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk. Its row
+is its slot plus the rows of the experts before. _plan_count counts the requests to each expert in each chunk,
+_plan_scan sums the counts of earlier chunks, and _plan_rank computes slots and rows.
 
 plan_priority_fwd sorts the T * E pairs of a token and an expert by score. One program then assigns them in this order.
 """
@@ -20,7 +21,7 @@ from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
 TILE = 32  # choices that a program (one warp) of _plan_rank compares with each other at a time
-SHORTEST = 2048  # plan_expert_choice_fwd pads fewer tokens to this number, so that kWTA compiles for fewer lengths
+SHORTEST = 2048  # plan_expert_choice_fwd pads T to at least this: k-winner-take-all then compiles for fewer lengths
 MATCH_TILE = 64  # pairs that _match_tile compares with each other at a time
 CHUNKS = 1024  # largest number of chunks: a program of _plan_scan holds the counts of all chunks for its experts
 COUNTS = 2**22  # bound on chunks * E, if there is more than one chunk
