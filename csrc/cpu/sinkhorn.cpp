@@ -6,11 +6,11 @@
 // other (Part).
 //
 // The iteration is written in three forms. Two scale the rows and columns of exp(scores / tau), in float and in double
-// (sinkhorn_scaled.h; sinkhorn_small.h if n = 4). The third adds to scores / tau, in double, logarithms of the scales,
-// which are called potentials (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py). The scaled forms are written
-// for sums of one, a given number of iterations and one tau. So prescribed sums, a tolerance or a tau that changes take
-// potentials. Otherwise each matrix takes the cheapest form that tau, the range and the type of its scores allow. The
-// backward of both scaled forms is in double.
+// (sinkhorn_scaled.h; sinkhorn_small.h if n = 4). The third computes logarithms in double: instead of the scales u and
+// v it has the potentials -tau log(u) and -tau log(v) (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py). The
+// scaled forms are written for sums of one, a given number of iterations and one tau. So prescribed sums, a tolerance
+// or a tau that changes take potentials. Otherwise each matrix takes the cheapest form that tau, the range and the type
+// of its scores allow. The backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -46,8 +46,8 @@ struct Call {
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices in one vector of doubles, of which `first` is in lane 0. Not packed, the
-// vector belongs to the matrix `first` alone.
+// Packed: calls each(matrix, lane) for each matrix in a vector of doubles. Matrix `first` is in lane 0, the next ones
+// follow. Not packed: a vector holds elements of one matrix only, so calls each(first, 0).
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);

@@ -23,7 +23,7 @@ using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
 // Writes to `experts` the positions of the k highest of n keys, highest first. Equal keys are ordered by position.
 // The length of `key` must be n rounded up to a multiple of kMaskBits, with the lowest integer in the elements after n.
-// `key` is overwritten. order (n): scratch.
+// `key` may be overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {

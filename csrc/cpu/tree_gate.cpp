@@ -187,9 +187,10 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         const int64_t first = t * leaves + k * experts;
         Wide *q = row.q + k * experts, *prob = row.prob + k * experts;
         Key* out = static_cast<Key*>(dleaf) + first;
+        // From left to right: q * scale is at most 1, but scale alone can be 1 / least, and its product overflow.
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale first, a softmax: scale alone can be 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);
           out[e] = F::narrow(q[e]);
         }
         // q is now the gradient of the leaf's logit; from here on it becomes p dp (see ascend).

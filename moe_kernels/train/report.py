@@ -33,7 +33,7 @@ class History:
     flops: float = math.nan  # FLOPs of a prediction for one sample
     setup_seconds: float = 0.0
     parameters: int = 0
-    flops_known: float = math.nan  # `flops` without the routing whose masks are stored (recipe comet, --keep-masks)
+    flops_known: float = math.nan  # `flops`, less the routing that stored masks save (recipe comet, --keep-masks)
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"
     chosen: int = -1  # index of the row to report
     terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before

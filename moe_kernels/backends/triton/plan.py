@@ -2,9 +2,10 @@
 
 Choices claim capacity in the visiting order: token by token, or all first choices first; tokens by priority or by
 index. make_plan_fwd splits the T * K choices, so ordered, into chunks. A request is a choice that names an expert. Its
-slot is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk. Its row
-is its slot plus the rows of the experts before. _plan_count counts the requests to each expert in each chunk,
-_plan_scan sums the counts of earlier chunks, and _plan_rank computes slots and rows.
+slot is the number of earlier requests to the same expert: those in earlier chunks plus those in its own chunk. If the
+slot is below the capacity, its row is the slot plus the rows of the experts before; else the request is dropped.
+_plan_count counts the requests to each expert in each chunk, _plan_scan sums the counts of earlier chunks, and
+_plan_rank computes slots and rows.
 
 plan_priority_fwd sorts the T * E pairs of a token and an expert by score. One program then assigns them in this order.
 """
