@@ -1,6 +1,7 @@
 # Every target except clean first creates a virtual environment in .venv; all but lint and clean also build the modules.
 # VENV=0 uses the installed packages instead: make test VENV=0 PYTHON=python3
-# make gpu verifies and measures everything on this machine's GPU within ten minutes; with QUICK=1 within two.
+# make gpu verifies and measures everything on this machine's GPU within ten minutes; QUICK=1 takes about four.
+# OUT=folder is for its results. It looks for a GPU before anything is installed.
 # make fuzz MINUTES=10 compares random calls of the operations with their definitions.
 # make baseline saves each kernel's time relative to PyTorch; make regression fails if one rose by over a quarter.
 
@@ -16,7 +17,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: test fuzz bench gpu baseline regression docs lint build clean
+.PHONY: test fuzz bench gpu visible_gpu baseline regression docs lint build clean
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -29,7 +30,15 @@ bench: build
 	$(RUN) -m moe_kernels train
 
 gpu: build
-	$(RUN) -m bench gpu $(if $(QUICK),--quick)
+	$(RUN) -m bench gpu $(if $(QUICK),--quick) $(if $(OUT),--out $(OUT))
+
+visible_gpu:
+	$(PYTHON) moe_kernels/_visible_gpus.py
+
+# With this order, which also holds under make -j, a machine without a GPU installs and builds nothing for make gpu.
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+build $(READY): | visible_gpu
+endif
 
 SAVED := bench/out/regression
 REGRESSION = $(RUN) -m pytest bench/test_regression.py --benchmark-storage=$(SAVED) \

@@ -1,17 +1,19 @@
-"""Builds csrc/ into moe_kernels._cpu and, if find_nvcc finds nvcc, moe_kernels._cuda.
+"""Builds csrc/ into moe_kernels._cpu and, if plan_cuda says so, moe_kernels._cuda.
 
-Environment variables: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities
-below 8.0 or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors unless it is empty, 0 or
-false).
+Environment variables: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (capabilities below 8.0 or unknown to nvcc are
+left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors unless it is empty, 0 or false).
 """
 
+import functools
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import ninja
@@ -45,32 +47,65 @@ if os.environ.get("CI", "").lower() not in ("", "0", "false"):
     CXXFLAGS += " -Werror"
     NVCCFLAGS += " -Werror all-warnings"
 
+MAX_JOBS = os.environ.get("MAX_JOBS")
+if MAX_JOBS and not re.fullmatch("0*[1-9][0-9]*", MAX_JOBS):
+    raise SystemExit(f"MAX_JOBS must be a number of parallel jobs, such as 4; got {MAX_JOBS!r}")
 
-def find_nvcc() -> Path | None:
-    """nvcc in CUDA_HOME if that is set, else on the PATH; None if MOE_KERNELS_CUDA is 0.
 
-    If nvcc is missing or can compile for no capability in TORCH_CUDA_ARCH_LIST: None for auto, an error for 1.
+def say(text: str) -> None:
+    """Prints a line that --quiet does not hide, before any output of the compilers."""
+    print(f"moe_kernels: {text}", flush=True)
+
+
+@functools.cache
+def plan_cuda() -> tuple[Path, list[str]] | None:
+    """nvcc and the capabilities to compile for, such as ["8.0", "9.0+PTX"]; None to build C++ alone. Says which.
+
+    The capabilities are those in TORCH_CUDA_ARCH_LIST, else of the visible GPUs. Without either, MOE_KERNELS_CUDA=auto
+    builds C++ alone and 1 compiles for DEFAULT_ARCHITECTURES. Without nvcc, auto builds C++ alone and 1 is an error.
     """
     wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
-    home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
-    if wanted == "1" and found is None:
+    if wanted == "0":
+        say("building C++ alone: MOE_KERNELS_CUDA=0")
+        return None
+    nvcc = find_nvcc()
+    if wanted == "1" and nvcc is None:
         raise SystemExit(
             "MOE_KERNELS_CUDA=1 needs nvcc: put it on the PATH or set CUDA_HOME, or build with MOE_KERNELS_CUDA=0"
         )
-    if wanted == "0" or found is None:
-        print(f"moe_kernels: building without CUDA ({'MOE_KERNELS_CUDA=0' if wanted == '0' else 'no nvcc found'})")
-        return None
-    if not architectures(Path(found)):
+    listed = [each for each in re.split("[; ]", os.environ.get("TORCH_CUDA_ARCH_LIST", "")) if each]
+    # Run by its path: importing moe_kernels needs torch.
+    look = runpy.run_path(str(ROOT / "moe_kernels" / "_visible_gpus.py"))["look"]
+    visible, no_gpu = ([], "") if listed else look()
+    missing = [f"no GPU is visible: {no_gpu}"] if no_gpu else []
+    missing += [] if nvcc else ["there is no nvcc on the PATH or in CUDA_HOME"]
+    if nvcc and (wanted == "1" or not missing):
+        if listed:
+            archs, source = supported(nvcc, listed), "in TORCH_CUDA_ARCH_LIST"
+        elif visible:
+            archs, source = supported(nvcc, [runs_on(each, nvcc) for each in visible]), "of a visible GPU"
+        else:
+            archs, source = supported(nvcc, DEFAULT_ARCHITECTURES.split(";")), "by default, as no GPU is visible"
+        if archs:
+            say(f"building C++ and CUDA, for capability {', '.join(archs)} ({source})")
+            return nvcc, archs
+        missing = [f"nvcc can compile for no capability {source}"]
         if wanted == "1":
-            raise SystemExit(
-                "MOE_KERNELS_CUDA=1: nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST; list one that it knows"
-            )
-        print("moe_kernels: building without CUDA (nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST)")
-        return None
-    return Path(found)
+            raise SystemExit(f"MOE_KERNELS_CUDA=1: {missing[0]}; list one of 8.0 or above in TORCH_CUDA_ARCH_LIST")
+    say(
+        f"building C++ alone: {'; '.join(missing)}. To build CUDA for a machine elsewhere, such as one with an H100: "
+        'put nvcc on the PATH and set MOE_KERNELS_CUDA=1 TORCH_CUDA_ARCH_LIST="9.0"'
+    )
+    return None
+
+
+def find_nvcc() -> Path | None:
+    """nvcc in CUDA_HOME if that is set, else on the PATH."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    return Path(found) if found else None
 
 
 def toolkit(nvcc: Path) -> Path:
@@ -80,24 +115,41 @@ def toolkit(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve() if top else nvcc.resolve().parent.parent
 
 
-def architectures(nvcc: Path) -> list[str]:
-    """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
+@functools.cache
+def known(nvcc: Path) -> list[tuple[int, int]]:
+    """The capabilities from 8.0 on for which nvcc can compile: the kernels use instructions of 8.0."""
+    lines = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    found = [re.fullmatch(r"compute_(\d+)(\d)", each) for each in lines]
+    return sorted((int(each[1]), int(each[2])) for each in found if each and int(each[1]) >= 8)
 
-    Prints a note for each one left out: below 8.0, as the kernels use instructions of 8.0, or unknown to nvcc.
+
+def runs_on(capability: str, nvcc: Path) -> str:
+    """What to compile for a GPU of `capability`: that; if nvcc does not know it, the nearest lower one that runs there.
+
+    Machine code runs on later capabilities of its major; on other majors only PTX does.
     """
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
-    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    major, minor = (int(each) for each in capability.split("."))
+    lower = [each for each in known(nvcc) if each <= (major, minor)]
+    if not lower or lower[-1] == (major, minor):
+        return capability
+    nearest = f"{lower[-1][0]}.{lower[-1][1]}" + ("" if lower[-1][0] == major else "+PTX")
+    say(f"{nvcc} does not know capability {capability} of a visible GPU: compiling for {nearest}, which runs there")
+    return nearest
+
+
+def supported(nvcc: Path, wanted: list[str]) -> list[str]:
+    """Those of the capabilities `wanted` that can be compiled. Says why each other one is left out."""
     kept = []
-    for arch in filter(None, wanted.replace(" ", ";").split(";")):
+    for arch in dict.fromkeys(wanted):
         match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
         if match is None:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got {arch!r}")
-        reason = "the kernels need 8.0" if int(match[1]) < 8 else f"{nvcc} does not know it"
-        if int(match[1]) >= 8 and f"compute_{match[1]}{match[2]}" in known:
+        if (int(match[1]), int(match[2])) in known(nvcc):
             kept.append(arch)
         else:
-            print(f"moe_kernels: no code for capability {arch}: {reason}")
-    return kept
+            reason = "the kernels need 8.0" if int(match[1]) < 8 else f"{nvcc} does not know it"
+            say(f"no code for capability {arch}: {reason}")
+    return [each for each in kept if f"{each}+PTX" not in kept]
 
 
 def gencode(arch: str) -> str:
@@ -111,26 +163,36 @@ def gencode(arch: str) -> str:
 class NinjaBuild(build_ext):
     """Writes build.ninja for the requested modules and runs ninja."""
 
+    def run(self) -> None:
+        self.remove_stale()  # here, as setuptools hides self.inplace from build_extensions
+        super().run()
+
+    def remove_stale(self) -> None:
+        """Removes modules of earlier builds that this build does not make.
+
+        A wheel would contain all of those in build_lib. A build in place makes no wheel: it removes those that this
+        Python would import, and leaves other Pythons theirs.
+        """
+        made = {Path(self.get_ext_filename(extension.name)).name for extension in self.extensions}
+        folders = [Path(self.build_lib) / "moe_kernels"]
+        if self.inplace:
+            folders.append(Path(self.get_ext_fullpath("moe_kernels._cpu")).parent)
+        for folder in folders:
+            for module in [*folder.glob("_cpu.*so"), *folder.glob("_cuda.*so")]:
+                imported = module.name.removeprefix(module.name.split(".")[0]) in EXTENSION_SUFFIXES
+                if module.name not in made and (imported or not self.inplace):
+                    say(f"removing {module.name} of an earlier build, which this build does not make")
+                    module.unlink()
+
     def build_extensions(self) -> None:
-        self.remove_stale()
         temp = Path(self.build_temp).resolve()
         temp.mkdir(parents=True, exist_ok=True)
         lines = self.rules()
         for extension in self.extensions:
             lines += self.cuda(temp) if extension.name.endswith("_cuda") else self.cpu(temp)
         (temp / "build.ninja").write_text("\n".join(lines) + "\n")
-        jobs = os.environ.get("MAX_JOBS")
         program = Path(ninja.BIN_DIR) / "ninja"
-        subprocess.run([program, "--quiet", "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
-
-    def remove_stale(self) -> None:
-        """Removes modules of earlier builds that this build does not make: they would be packaged too."""
-        requested = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
-        folders = {Path(self.build_lib) / "moe_kernels", Path(self.get_ext_fullpath("moe_kernels._cpu")).parent}
-        for folder in folders:
-            for module in [*folder.glob("_cpu*.so"), *folder.glob("_cuda*.so")]:
-                if module.name not in requested:
-                    module.unlink()
+        subprocess.run([program, "--quiet", "-C", temp, *(["-j", MAX_JOBS] if MAX_JOBS else [])], check=True)
 
     def rules(self) -> list[str]:
         include = f"-I{CSRC}/include -I{pybind11.get_include()} -I{sysconfig.get_paths()['include']}"
@@ -155,13 +217,20 @@ class NinjaBuild(build_ext):
         return [*lines, *self.link("moe_kernels._cpu", objects, "")]
 
     def cuda(self, temp: Path) -> list[str]:
-        nvcc = find_nvcc()
-        assert nvcc is not None
-        home, archs = toolkit(nvcc), architectures(nvcc)
+        plan = plan_cuda()
+        assert plan is not None
+        nvcc, archs = plan
+        home = toolkit(nvcc)
         library = home / ("lib64" if (home / "lib64").exists() else "lib")
-        flags = f"{NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include"
+        jobs = int(MAX_JOBS or (os.cpu_count() or 1) + 2)  # by default as many as ninja runs
+        threads = min(len(archs), jobs)
+        side_by_side = f"--threads {threads} " if threads > 1 else ""
+        flags = f"{NVCCFLAGS} {side_by_side}{' '.join(map(gencode, archs))} -I{CSRC}/include"
         lines = [
+            "pool nvcc",  # each nvcc runs `threads` compilers of 300 MB: together no more than `jobs`
+            f"  depth = {jobs // threads}",
             "rule nvcc",
+            "  pool = nvcc",
             f"  command = {nvcc} {flags} -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
@@ -185,7 +254,7 @@ class NinjaBuild(build_ext):
 
 
 modules = ["moe_kernels._cpu"]
-if not {"sdist", "egg_info", "dist_info"} & set(sys.argv) and find_nvcc():
+if not {"sdist", "egg_info", "dist_info"} & set(sys.argv) and plan_cuda():
     modules.append("moe_kernels._cuda")
 
 setup(

@@ -27,7 +27,7 @@ try:
     module: Any = import_module("moe_kernels._cuda")  # the error of a "from" import would name a path
 except ImportError as error:
     module = None
-    _not_built = f"the CUDA extension is not built or does not load ({error}); install with nvcc on the PATH"
+    _not_built = f"the CUDA extension is not built or does not load ({error}); build with nvcc and MOE_KERNELS_CUDA=1"
 
 # tests/simt and tests/ptx run the launchers on CPU tensors: they replace `module`, and set device_type to "cpu".
 device_type = "cuda"
