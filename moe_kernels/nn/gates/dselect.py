@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -78,7 +80,8 @@ class DSelectKGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
-        selectors = torch.where(self.bits, set_, clear).prod(-1)
+        # Not prod(-1): its backward pass makes the host wait for a GPU, to learn whether a factor is 0.
+        selectors = reduce(torch.mul, torch.where(self.bits, set_, clear).unbind(-1))
         gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
         losses = {}
         if self.training and self.entropy:
