@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,11 +234,12 @@ def test_without_gradients_errors_are_those_with_them(wrong):
 
 
 def test_every_flag_of_the_decorator():
+    norms = "has_post_expert_norm" in inspect.signature(moe.use_experts_implementation).parameters
 
     def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
-        @moe.use_experts_implementation(
-            is_transposed=transposed, has_bias=bias, has_gate=gate, has_post_expert_norm=norm
-        )
+        flags = {"has_post_expert_norm": norm} if norms else {}
+
+        @moe.use_experts_implementation(is_transposed=transposed, has_bias=bias, has_gate=gate, **flags)
         class Experts(nn.Module):
             def __init__(self, config):
                 super().__init__()
@@ -267,7 +273,7 @@ def test_every_flag_of_the_decorator():
 
     torch.manual_seed(0)
     chosen, weights = routing(7, 3)
-    for flags in itertools.product((False, True), repeat=4):
+    for flags in itertools.product(*[(False, True)] * 3, (False, True) if norms else (False,)):
         experts, x = build(*flags), torch.randn(7, 8, requires_grad=True)
         leaves = [x, *experts.parameters()]
         experts.config._experts_implementation = "eager"
@@ -284,6 +290,19 @@ def test_every_flag_of_the_decorator():
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_experts_without_the_flag_of_a_norm_have_no_norm(kind):
+    experts, x = experts_of(kind), torch.randn(10, 32)
+    chosen, weights = routing(10, 4)
+    experts.config._experts_implementation = "eager"
+    expected = experts(x, chosen, weights)
+    vars(experts).pop("has_post_expert_norm", None)  # transformers 5.17 has no such flag
+    with Operators() as seen:
+        found = mk_transformers.experts_forward(experts, x, chosen, weights)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert ("expert_mlp_of_choices" in seen.names) == (kind == "mixtral")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_a_whole_model_compiles_without_a_break(kind):
     model = model_of(kind, num_hidden_layers=CONFIGS[kind].get("num_hidden_layers", 1)).eval()
     model.set_experts_implementation("moe_kernels")
@@ -294,7 +313,7 @@ def test_a_whole_model_compiles_without_a_break(kind):
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_generation_gives_the_tokens_of_eager(kind):
-    model = model_of(kind).eval()
+    model = model_of(kind, output_router_logits=False).eval()  # transformers 5.17 cannot generate with them
     options = {"max_new_tokens": 6, "do_sample": False}
     model.set_experts_implementation("eager")
     expected = model.generate(ids(), **options)
@@ -323,6 +342,14 @@ def test_the_gate_of_gpt_oss_is_recognised_by_its_values():
 
     assert not mk_transformers._is_clamped(Other)
     assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
+
+
+def test_an_old_version_is_an_error_that_names_both_versions(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.5.4")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.8\.1 or later, found 5\.5\.4: pip install"):
+        runpy.run_path(mk_transformers.__file__)
+    bound = re.search(r'"transformers>=([\d.]+)"', Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    assert bound.group(1) == "5.8.1"
 
 
 def test_registering_a_used_name_is_an_error():

@@ -22,7 +22,7 @@ try:
     from transformers import AutoTokenizer, BertForMaskedLM
 except ImportError as error:
     raise ImportError(
-        "moe_kernels.integrations.bert needs transformers 5: pip install 'transformers>=5.23'; "
+        "moe_kernels.integrations.bert needs transformers 5: pip install 'transformers>=5.8.1'; "
         f"importing it gave: {error}"
     ) from error
 

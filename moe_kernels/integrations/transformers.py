@@ -19,6 +19,7 @@ Parameters keep their names, shapes and strides, so checkpoints, optimizers and 
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,18 @@ import torch
 from torch import Tensor, nn
 
 try:
+    from packaging.version import Version
+    from transformers import __version__ as _installed
     from transformers.activations import GELUActivation, SiLUActivation
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, _default_apply_gate
+
+    if Version(_installed) < Version("5.8.1"):
+        raise ImportError("models of older versions refuse experts implementations that others register")
 except ImportError as error:
+    found = getattr(sys.modules.get("transformers"), "__version__", "no transformers")
     raise ImportError(
-        "moe_kernels.integrations.transformers needs transformers 5 with ExpertsInterface: "
-        f"pip install 'transformers>=5.23'; importing it gave: {error}"
+        f"moe_kernels.integrations.transformers needs transformers 5.8.1 or later, found {found}: "
+        f"pip install 'transformers>=5.8.1'; importing it gave: {error}"
     ) from error
 
 from moe_kernels.nn.gates.gate import Gate
@@ -154,7 +161,12 @@ def _rows(
     pre = grouped_gemm(x, w_in, plan.expert_offsets, bias=b_in, row_token=plan.row_token)
     hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
     rows = grouped_gemm(hidden.to(pre.dtype), w_out, plan.expert_offsets, bias=b_out)
-    return module.post_expert_norm(rows) if module.has_post_expert_norm else rows
+    return module.post_expert_norm(rows) if _has_norm(module) else rows
+
+
+def _has_norm(module: Any) -> bool:
+    """Whether a norm follows the experts; transformers 5.17 has neither such experts nor the flag."""
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def _parameters(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -185,7 +197,7 @@ def _parameter(module: Any, name: str) -> Tensor:
 
 def _fused_activation(module: Any) -> dict[str, Any] | None:
     """Arguments of expert_mlp for the module's gate or activation; None if expert_mlp lacks it or a norm follows."""
-    if module.has_post_expert_norm:
+    if _has_norm(module):
         return None
     if module.has_gate and type(module)._apply_gate is not _default_apply_gate:
         clamped = not module.is_concatenated and _is_clamped(type(module))
