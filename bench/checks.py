@@ -6,8 +6,6 @@ The verdict of a check is "ok", or begins with "FAILED" or "not run".
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import os
 import re
 import shutil
@@ -16,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,7 @@ from bench.ledger import ROOT
 from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import host_sync_error
-from moe_kernels.info import placement
-from moe_kernels.verify import DTYPES, Row, dtype_name, error_text
+from moe_kernels.verify import Row, error_text
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -88,19 +84,19 @@ def no_host_sync(row: Row) -> str:
 
 def sanitizers(
     pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
-) -> dict[tuple[str, str], dict[str, str]]:
-    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs.
+) -> Iterator[tuple[tuple[str, str], dict[str, str]]]:
+    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs, as they come.
 
     seconds: limit for all of them. log: file for the output of tools that fail or run out of time.
     """
-    program = shutil.which("compute-sanitizer")
+    wanted, program = list(pairs), shutil.which("compute-sanitizer")
     until = float("inf") if seconds is None else time.monotonic() + seconds
     reason = sanitizer_problem(program, seconds)
     if reason:
-        return {pair: dict.fromkeys(SANITIZERS, f"not run: {reason}") for pair in pairs}
+        yield from ((pair, dict.fromkeys(SANITIZERS, f"not run: {reason}")) for pair in wanted)
+        return
 
-    def check(job: tuple[str, tuple[str, str]]) -> str:
-        tool, (op, backend) = job
+    def check(tool: str, op: str, backend: str) -> str:
         left = until - time.monotonic()
         if left < 1:
             return OUT_OF_TIME
@@ -109,14 +105,12 @@ def sanitizers(
         command = [program or "", *options, *WITHOUT_TORCH_KERNELS, *verify]
         return run(command, None if seconds is None else left, log, **SANITIZER_ENV)
 
-    # Tool by tool, so that a time limit leaves out the last tools, not the last kernels.
-    jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
     with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
-        verdicts = list(pool.map(check, jobs))
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for (tool, pair), result in zip(jobs, verdicts, strict=True):
-        found.setdefault(pair, {})[tool] = result
-    return found
+        # Tool by tool, so that a time limit leaves out the last tools, not the last kernels.
+        jobs = {pool.submit(check, tool, *pair): (tool, pair) for tool in SANITIZERS for pair in wanted}
+        for done in as_completed(jobs):
+            tool, pair = jobs[done]
+            yield pair, {tool: done.result()}
 
 
 def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
@@ -126,60 +120,6 @@ def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
     command = [program, "--error-exitcode", "9", sys.executable, "-c", PROBE_PROGRAM]
     tried = run(command, seconds, None, **SANITIZER_ENV)
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
-
-
-# The processes of `verify_all` run VERIFY_PROGRAM. It prints a line: MARKER, then a row and its checks as JSON.
-MARKER = "verified: "
-VERIFY_PROGRAM = """
-import dataclasses, json, sys, torch
-from bench import checks
-from moe_kernels import verify
-op, backend, dtype, device, size = sys.argv[1:]
-row = verify.check(op, backend, getattr(torch, dtype), device, small=size == "small")
-found = checks.kernel_checks(row) if size == "all" else {}
-print(checks.MARKER + json.dumps([dataclasses.asdict(row), found]))
-"""
-
-
-def verify_all(
-    ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
-) -> dict[Row, dict[str, str]]:
-    """Verifies operations on backends in every dtype; returns rows with their `kernel_checks` (empty if `small`).
-
-    Each operation, backend and dtype has its own process, since a process cannot use a GPU after a fault there.
-    seconds: limit for all of them. log: file for the output of processes with a failure.
-    """
-    until = time.monotonic() + seconds
-    jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
-
-    def check(job: tuple[str, str, torch.dtype]) -> tuple[Row, dict[str, str]]:
-        op, backend, dtype = job
-        device, reason = placement(op, backend, dtype)
-        unverified = Row(op, backend, dtype_name(dtype), device or "-", 0, 0.0, 0.0, "not run", reason)
-        if device is None:
-            return unverified, {}
-        left = until - time.monotonic()
-        if left < 1:
-            return replace(unverified, note=OUT_OF_TIME), {}
-        arguments = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
-        # -u: buffered output would be lost if a signal ended the process.
-        command = [sys.executable, "-u", "-c", VERIFY_PROGRAM, *arguments]
-        status, text = run_captured(command, None if left == math.inf else left)
-        if status is None:
-            return replace(unverified, note=OUT_OF_TIME), {}
-        lines = text.strip().splitlines() or ["no output"]
-        marked = [line for line in lines if line.startswith(MARKER)]
-        if status != 0 or not marked:
-            append_log(log, " ".join(arguments), text)
-            note = f"its process ended with status {status}: {lines[-1]}"
-            return replace(unverified, error=math.inf, verdict="FAILED", note=note), {}
-        row, found = json.loads(marked[-1].removeprefix(MARKER))
-        if row["verdict"] == "FAILED" or any(word.startswith("FAILED") for word in found.values()):
-            append_log(log, " ".join(arguments), text)
-        return Row(**row), found
-
-    with ThreadPoolExecutor(cores()) as pool:
-        return dict(pool.map(check, jobs))
 
 
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""The report: ledger, results with pictures, and predictions, as Markdown and as one HTML page with its pictures."""
+"""The report: ledger, results and predictions, as Markdown and as one HTML page that has pictures too."""
 
 from __future__ import annotations
 
 import base64
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +39,25 @@ th { background: #f4f4f4 } tr:nth-child(even) { background: #fafafa } img { max-
 
 
 def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) -> tuple[Path, Path]:
-    """Writes report.md with its pictures beside it, and report.html with its pictures inside."""
+    """Writes report.md and report.html, which has pictures too."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = document(results, {result["device"]: plot.draw(result, folder) for result in results}, root)
     paths = folder / "report.md", folder / "report.html"
-    paths[0].write_text(text)
-    paths[1].write_text(page(text, folder))
+    paths[0].write_text(document(results, root=root))
+    paths[1].write_text(page(document(results, {result["device"]: plot.draw(result) for result in results}, root)))
     return paths
 
 
-def page(text: str, folder: Path) -> str:
-    """The HTML page of a Markdown text, with its pictures from `folder` embedded."""
+def page(text: str) -> str:
+    """The HTML page of a Markdown text."""
     body = MarkdownIt("commonmark").enable("table").render(text)
-
-    def inside(match: re.Match[str]) -> str:
-        return f'src="data:image/png;base64,{base64.b64encode((folder / match[1]).read_bytes()).decode()}"'
-
-    body = re.sub(r'src="([^"/:]+\.png)"', inside, body)
     head = f'<meta charset="utf-8"><title>moe_kernels, measured</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}</body></html>\n"
 
 
 def document(
-    results: list[ledger.Result], pictures: dict[str, dict[str, str]] | None = None, root: Path = ledger.ROOT
+    results: list[ledger.Result], pictures: dict[str, dict[str, bytes]] | None = None, root: Path = ledger.ROOT
 ) -> str:
-    """The whole report in Markdown. pictures: for each device, file names by the keys of CAPTIONS."""
+    """The whole report in Markdown. pictures: for each device, PNGs by the keys of CAPTIONS, written into the text."""
     parts = ["# moe_kernels, measured", "## Ledger", operations(results, root)]
     if not results:
         parts.append("Nothing was measured yet; `python -m bench run` measures.")
@@ -74,7 +67,7 @@ def document(
     return "\n\n".join(parts) + "\n"
 
 
-def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list[str]:
+def _device(result: ledger.Result, pictures: dict[str, bytes], root: Path) -> list[str]:
     facts, entries = result["machine"], result["entries"]
     gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none, so GPU kernels were not run"
     parts = [
@@ -91,7 +84,8 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
     if result["not_measured"]:
         parts += ["### Not run, and remarks", "\n".join(f"* {line}" for line in result["not_measured"])]
     parts += ["### Ceilings of this machine", markdown(("setting", "what", "reached"), _ceilings(result["ceilings"]))]
-    parts += [f"![{name}]({file})\n\n{CAPTIONS[name]}" for name, file in pictures.items()]
+    for name, png in pictures.items():
+        parts += [f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})", CAPTIONS[name]]
     curves = [row for entry in entries for row in _growth(entry)]
     if curves:
         parts += ["### Growth", markdown(_GROWTH, curves)]

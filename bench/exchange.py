@@ -96,7 +96,8 @@ def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
         places = _capacity(size, mesh.size())
         found[f"ExpertParallel(capacity={places})"] = _ours(size, ExpertParallel(places), mesh)
         found["DTensor: gather tokens, scatter sums"] = _gather_tokens(size, mesh)
-    if peers and importlib.util.find_spec("transformers"):
+    packages = ("transformers", "transformers.distributed.expert_parallel")  # transformers 5.17 lacks the latter
+    if peers and all(map(importlib.util.find_spec, packages)):
         found["transformers, one process" if alone else "transformers, all_to_all"] = _transformers(size)
     return found
 

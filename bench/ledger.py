@@ -7,12 +7,16 @@ verification, the measured figures, and a hash of the sources without their comm
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import io
+import itertools
 import json
 import re
 import tokenize
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +86,19 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
         found.add(path)
         if path.parent == native:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
-        for header, module, names in _INCLUDED.findall(path.read_text()):
+        for header, module, imported in _included(path.read_text()):
             folder = root / f"moe_kernels/backends{module.replace('.', '/')}"
-            stems = re.findall(r"\w+", names) + ["__init__"] * bool(module)  # backends/__init__.py changes no kernel
+            stems = re.findall(r"\w+", imported) + ["__init__"] * bool(module)  # backends/__init__.py changes no kernel
             places = [folder.with_suffix(".py"), *(folder / f"{stem}.py" for stem in stems)]
             if header:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
     return sorted(found)
+
+
+@cache
+def _included(text: str) -> list[tuple[str, str, str]]:
+    return _INCLUDED.findall(text)
 
 
 def _called(op: str, root: Path) -> set[str]:
@@ -101,9 +110,15 @@ def _called(op: str, root: Path) -> set[str]:
 def digest(op: str, backend: str, root: Path = ROOT) -> str:
     found = hashlib.sha256()
     for path in sources(op, backend, root):
-        code = (_python_code if path.suffix == ".py" else _cpp_code)(path.read_text())
+        code = _code(path.suffix, path.read_text())
         found.update(f"{path.relative_to(root).as_posix()} {len(code)}\n{code}".encode())
     return found.hexdigest()
+
+
+@cache  # of each version of a file, since a run asks for every kernel's digest, and kernels share files
+def _code(suffix: str, text: str) -> str:
+    """The text of a file without what leaves results fresh."""
+    return (_python_code if suffix == ".py" else _cpp_code)(text)
 
 
 def _python_code(text: str) -> str:
@@ -128,16 +143,22 @@ def _cpp_code(text: str) -> str:
     return re.sub(r"[ \t]+(?=\W)|(?<=\W)[ \t]+", "", code)
 
 
-def file_name(device: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200.json"."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
-
-
-def write(result: Result, folder: Path) -> Path:
+def free_path(folder: Path, name: str, suffix: str) -> Path:
+    """A new empty file of this run: "NVIDIA H200" -> "nvidia-h200-20261128T0123Z.json". Later runs get other names."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(result["device"])
-    path.write_text(compact(result))
-    return path
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + f"-{datetime.now(timezone.utc):%Y%m%dT%H%MZ}"
+    for count in itertools.count(1):
+        path = folder / f"{stem}{f'-{count}' if count > 1 else ''}{suffix}"
+        with contextlib.suppress(FileExistsError), path.open("x"):
+            return path
+    raise AssertionError
+
+
+def write(result: Result, path: Path) -> None:
+    """Writes a result. A run that is cut off meanwhile leaves the file as it was."""
+    part = path.with_suffix(".part")
+    part.write_text(compact(result))
+    part.replace(path)
 
 
 def compact(result: Result) -> str:
@@ -149,7 +170,7 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    facts = json.dumps({key: value for key, value in entry.items() if key not in FIGURES})
+    facts = json.dumps({key: value for key, value in entry.items() if key not in (*FIGURES, "date")})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
 
@@ -163,18 +184,21 @@ def _lines(lines: Iterable[str]) -> str:
     return "[\n" + ",\n".join(found) + "\n]" if found else "[]"
 
 
-def read(folder: Path = RESULTS) -> list[Result]:
-    return [load(path) for path in sorted(folder.glob("*.json"))]
-
-
 def load(path: Path) -> Result:
-    """The result in a file that `write` wrote. Each figure gets the values of SHARED from its entry."""
+    """The result in a file that `write` wrote. Each figure gets the values of SHARED from its entry, each entry the
+    date of the run."""
     result: Result = json.loads(path.read_text())
     for entry in result["entries"]:
+        entry["date"] = result["date"]
         shared = {key: entry[name] for key, name in SHARED.items()}
         for name in FIGURES:
             entry[name] = [shared | each for each in entry.get(name, [])]
     return result
+
+
+def time_of(result: Result) -> str:
+    """When a run began, as text that sorts; results of earlier versions have the date alone."""
+    return str(result.get("started", result["date"]))
 
 
 def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
@@ -192,15 +216,16 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
         return "-"
     if backend == "reference":
         return "the definition"
-    for result in sorted(results, key=lambda each: each["date"], reverse=True):
+    for result in sorted(results, key=time_of, reverse=True):
         entries = [each for each in result["entries"] if _is_result_of(each, op, backend)]
         if not entries:
             continue
+        date = min(each.get("date", result["date"]) for each in entries)
         if any(is_stale(each, root) for each in entries):
-            return f"stale: sources changed since {result['date']}"
+            return f"stale: sources changed since {date}"
         verdict = "verified" if all(passed(each) for each in entries) else "FAILED"
         device = result["device"] if entries[0]["device"] == "cuda" else result["machine"]["cpu"]
-        return f"{verdict} {result['date']} on {device}"
+        return f"{verdict} {date} on {device}"
     return executed(op, backend, root) if backend in GPU_BACKENDS else "tested on every change"
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from datetime import date
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from bench import ledger, nvml, peers, routing, timing, tracing
+from bench import nvml, peers, timing, tracing
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from bench.worker import Worker, WorkerLost
-from moe_kernels import info
 from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
@@ -184,14 +182,15 @@ def run(
 ) -> Iterator[Found]:
     """Yields for each job what was found: a figure for each backend, or why there is none.
 
-    budget: seconds for the samples of a job. until: value of time.monotonic() after which no job starts. worker:
+    budget: most seconds for the samples of a job. until: value of time.monotonic() after which no job starts; samples
+    get half of a job's share of the time until then, and inputs, warm-up, CUDA graphs and sensors the rest. worker:
     another process that measures, so that a kernel that breaks the GPU or exceeds JOB_SECONDS loses only its job.
 
     If a job fails on a GPU, each of its kernels is measured alone and without peers, to find those that fail.
     """
 
-    def measure_job(job: Job, peers: tuple[str, ...] | None) -> Found:
-        arguments = job, limits, budget, peers
+    def measure_job(job: Job, share: float, peers: tuple[str, ...] | None) -> Found:
+        arguments = job, limits, min(budget, 0.5 * share), peers
         if worker is None:
             return measure_one(*arguments)
         left = until - time.monotonic() + 5  # 5 s more, for a job that begins just before `until`
@@ -201,15 +200,16 @@ def run(
             cut_short = left < JOB_SECONDS and time.monotonic() > until
             return Found(left_out=[f"{job}: out of time"]) if cut_short else _failed(job, str(lost))
 
-    for job in jobs:
+    for index, job in enumerate(jobs):
         if time.monotonic() > until:
             yield Found(left_out=[f"{job}: out of time"])
             continue
-        found = measure_job(job, peers)
+        share = (until - time.monotonic()) / (len(jobs) - index)
+        found = measure_job(job, share, peers)
         if found.failed and job.device == "cuda":
             alone = Found(left_out=found.left_out)
             for backend in job.backends:
-                alone.add(measure_job(replace(job, backends=(backend,)), ()))
+                alone.add(measure_job(replace(job, backends=(backend,)), share, ()))
             found = alone
         yield found
 
@@ -379,33 +379,3 @@ def figure(
         "over_memcpy": sample.median / memcpy.median,
         "peers": {name: peer.median / sample.median for name, peer in peers.items()},
     }
-
-
-def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
-    """The result of one run: the machine, and an entry for each row that ran, with its figures."""
-    facts = info.machine()
-    entries = []
-    for row in rows:
-        if row.verdict != "not run":
-            sources = ledger.digest(row.operation, row.backend)
-            measured: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
-            failed = found.failed.get((row.operation, row.backend, row.dtype))
-            if failed:
-                measured |= {"verdict": "FAILED", "note": failed}
-            entries.append({**asdict(row), "sources": sources, "checks": {}, **measured})
-    nvml_problem = nvml.missing() if facts["gpus"] else "no GPU"
-    return {
-        "device": info.device_name(facts),
-        "gpu": bool(facts["gpus"]),
-        "date": date.today().isoformat(),
-        "machine": facts,
-        "ceilings": limits,
-        "loads": routing.loads(),
-        "not_measured": found.left_out + ([f"clocks, power and energy: {nvml_problem}"] if nvml_problem else []),
-        "entries": entries,
-    }
-
-
-def _of(row: Row, figures: list[Figure]) -> list[Figure]:
-    key = (row.operation, row.backend, row.dtype)
-    return [each for each in figures if (each["op"], each["backend"], each["dtype"]) == key]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator
 
-from bench.ledger import Result, file_name
+from bench.ledger import Result
 
 MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^"}
 FILLED: dict[str, Any] = {"forward": "full", "backward": "left", "training": "none"}
 
 
-def draw(result: Result, folder: Path) -> dict[str, str]:
-    """Writes <device>-<picture>.png for each picture that has data; returns the file names by picture."""
+def draw(result: Result) -> dict[str, bytes]:
+    """For each picture that has data, its PNG."""
     figures = _all(result, "figures")
     drawn = {
         "roofline": _roofline(result, figures) if figures else None,
@@ -29,14 +29,14 @@ def draw(result: Result, folder: Path) -> dict[str, str]:
         "scaling": _scaling(_all(result, "curves")),
         "load": _load(result["loads"]) if result.get("loads") else None,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {}
+    found = {}
     for picture, canvas in drawn.items():
         if canvas is not None:
-            names[picture] = f"{Path(file_name(result['device'])).stem}-{picture}.png"
-            canvas.savefig(folder / names[picture], dpi=100)
+            file = io.BytesIO()
+            canvas.savefig(file, format="png", dpi=100)
+            found[picture] = file.getvalue()
             plt.close(canvas)
-    return names
+    return found
 
 
 def _all(result: Result, which: str) -> list[dict[str, Any]]:

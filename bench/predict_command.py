@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bench import counting, ledger, predict
+from bench import counting, ledger, merging, predict
 from bench.console import console, known_words, print_table, words
 
 Several = Annotated[
@@ -46,7 +46,7 @@ def predict_command(
     except counting.NoExecutor as error:
         console.print(str(error), soft_wrap=True)
         raise typer.Exit(2) from None
-    found = predict.predict(chosen, ledger.read())
+    found = predict.predict(chosen, merging.read())
     found = [each for each in found if each.count["backend"] in kernels and (not ops or each.count["operation"] in ops)]
     print_table(f"PREDICTED, not measured: {predict.figures(chosen)}", predict.HEADER, predict.rows(found))
     console.print(predict.HOW)

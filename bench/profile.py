@@ -117,7 +117,9 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
         out = folder / f"{name_of(job)}.ncu-rep"
         profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
         # Profiling starts off: else --launch-count would also count launches that prepare inputs and measure ceilings.
-        options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
+        # It must leave the clocks alone: others may use the GPU, and other figures were measured at its own clocks.
+        options = ["--set", "full", "--clock-control", "none", "--profile-from-start", "off"]
+        options += ["--launch-count", "20", "--force-overwrite"]
         command = [program, *options, "--export", str(out), *profile_again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         found["Nsight Compute"] = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from bench import ledger, report
-from moe_kernels.verify import Row
+from moe_kernels.verify import DISPUTED, Row
 
 HEADER = ("operation", "backend", "verified", "forward, x PyTorch", "training, x PyTorch", "% of the ceiling")
 OUT_OF_TIME = ": out of time"  # the end of measure.py's lines about jobs for which no time was left
@@ -18,13 +18,18 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     ran = [row for row in rows if row.verdict != "not run"]
     wrong = [row for row in ran if row.verdict == "FAILED"]
     lines = [f"{len(ran) - len(wrong)} of {len(ran)} kernels (operation, backend, dtype) agree with the definition"]
-    lines += [f"FAILED {row.operation} {row.backend} {row.dtype}: {row.note}" for row in wrong]
+    lines += [failure(row) for row in wrong]
+    lines += [f"{row.operation} {row.backend} {row.dtype} {row.note}" for row in ran if row.note.startswith(DISPUTED)]
     idle = sorted({row.backend for row in rows} - {row.backend for row in ran})
     if idle:
         without_gpu = not torch.cuda.is_available() and "cpu" not in idle
         why = "no GPU that torch can use" if without_gpu else "the report says why"
         lines.append(f"not run: {', '.join(idle)}: {why}")
     return lines
+
+
+def failure(row: Row) -> str:
+    return f"FAILED {row.operation} {row.backend} {row.dtype}: {row.note}"
 
 
 def rows(result: ledger.Result) -> list[tuple[str, ...]]:

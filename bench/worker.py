@@ -7,13 +7,13 @@ process is then killed, and the next call starts a new one.
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from bench import processes
 from moe_kernels.verify import error_text
 
 
@@ -61,7 +61,7 @@ class Worker:
         return result
 
     def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")  # a fork of a process that used CUDA cannot use it
+        context = processes.context()
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
         self._process.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench import ledger, predict, report
+from bench import ledger, merging, predict, report
 
 MARK = re.compile(r"<!-- figures: ([\w ]+) -->")
 
@@ -21,7 +21,7 @@ def _insert(app: Any, name: str, source: list[str]) -> None:
 def figures(operations: list[str]) -> str:
     """Markdown tables of these operations: figures measured with the present sources, then predicted ones."""
     parts = []
-    for result in ledger.read():
+    for result in merging.read():
         entries = [entry for entry in result["entries"] if entry["operation"] in operations]
         rows = [row for entry in entries if not ledger.is_stale(entry) for row in report.summary(entry, result["gpu"])]
         if rows:

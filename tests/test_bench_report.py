@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from test_bench import PEER, run
 
-from bench import compare, document, ledger, report, summary
+from bench import compare, document, ledger, merging, report, summary
 from bench.console import console, print_lines, print_table
 from moe_kernels.verify import Row
 
@@ -52,6 +53,12 @@ def result_of(tree: Path, backend: str, *, gpu: bool = True, date: str = "2026-0
     facts = {"device": "Some GPU" if gpu else "Some CPU", "gpu": gpu, "date": date, "machine": machine}
     facts |= {"ceilings": {figure["setting"]: {"copy": 8.0, "float32": 100.0}}, "not_measured": ["one: why"]}
     return {**facts, "entries": [entry | changes]}
+
+
+def saved(result: ledger.Result, folder: Path) -> Path:
+    path = ledger.free_path(folder, result["device"], ".json")
+    ledger.write(result, path)
+    return path
 
 
 def test_ledger_states(tree: Path) -> None:
@@ -130,10 +137,59 @@ def test_a_kernel_that_was_interpreted_has_not_run_on_a_gpu(tree: Path) -> None:
 
 def test_results_survive_writing_and_reading(tree: Path) -> None:
     result = result_of(tree, "cuda")
-    path = ledger.write(result, tree / "results")
-    assert path.name == "some-gpu.json"
+    path = saved(result, tree / "results")
+    assert re.fullmatch(r"some-gpu-\d{8}T\d{4}Z\.json", path.name)
     result["entries"][0]["figures"][0]["us"] = 123500.0  # four significant digits are kept
-    assert ledger.read(tree / "results") == [result]
+    result["entries"][0]["date"] = result["date"]
+    assert merging.read(tree / "results", tree) == [result]
+    again = saved(result | {"date": "2026-01-03"}, tree / "results")  # never over an earlier run
+    assert {ledger.load(each)["date"] for each in (path, again)} == {"2026-01-02", "2026-01-03"}
+
+
+def test_runs_of_a_device_become_one_result(tree: Path) -> None:
+    old, new = (result_of(tree, "cuda", date=f"2026-01-0{day}", note="") for day in (1, 2))
+    (old_entry,), (new_entry,) = old["entries"], new["entries"]
+    other_figure = old_entry["figures"][0] | {"shape": "another"}
+    old_entry |= {"checks": {"memcheck": "ok", "racecheck": "FAILED: status 9"}, "cases": 9, "dtype": "float32"}
+    old_entry["figures"].append(other_figure)
+    new_entry |= {"checks": {"memcheck": "not run: out of time", "racecheck": "ok"}}
+    new_entry["figures"][0]["us"] = 1.0
+    for each in (old, new):
+        each["entries"][0]["date"] = each["date"]
+    bfloat16 = {**old_entry, "dtype": "bfloat16"}
+    old["entries"].append(bfloat16)
+    elsewhere = result_of(tree, "cpu", gpu=False)
+    (cpu, gpu) = merging.merged([old, elsewhere, new], tree)
+    assert cpu == elsewhere
+    assert gpu["date"] == "2026-01-02"
+    first, second = gpu["entries"]
+    assert first["checks"] == {"memcheck": "ok", "racecheck": "ok"}  # the newest that was run
+    assert first["figures"] == [new_entry["figures"][0], other_figure]
+    assert second == bfloat16  # the later run did not have it
+    assert ledger.state("kwta", "cuda", [gpu], tree) == "FAILED 2026-01-01 on Some GPU"
+    bfloat16["checks"] = {}
+    (_, gpu) = merging.merged([old, elsewhere, new], tree)
+    assert ledger.state("kwta", "cuda", [gpu], tree) == "verified 2026-01-01 on Some GPU"  # the oldest of its dtypes
+
+
+@pytest.mark.parametrize(("later_cases", "verdict"), [(8, "FAILED"), (9, "ok")])
+def test_a_failure_stands_until_as_many_cases_pass(tree: Path, later_cases: int, verdict: str) -> None:
+    failed = result_of(tree, "cuda", date="2026-01-01", verdict="FAILED", note="worst: y", cases=9)
+    later = result_of(tree, "cuda", note="", cases=later_cases)
+    for each in (failed, later):
+        each["entries"][0]["date"] = each["date"]
+    (found,) = merging.merged([later, failed], tree)
+    assert found["entries"][0]["verdict"] == verdict
+
+
+def test_the_run_of_the_sources_as_they_are_counts(tree: Path) -> None:
+    older, newer = (result_of(tree, "cuda", date=f"2026-01-0{day}", note="") for day in (1, 2))
+    newer["entries"][0]["sources"] = "of a version that was not kept"
+    (found,) = merging.merged([older, newer], tree)
+    assert ledger.state("kwta", "cuda", [found], tree).startswith("verified")
+    older["entries"][0]["sources"] = "of a version before it"
+    (found,) = merging.merged([older, newer], tree)
+    assert found["entries"][0]["sources"] == "of a version that was not kept"
 
 
 def test_a_result_has_a_line_for_each_figure(tree: Path) -> None:
@@ -198,7 +254,7 @@ def test_a_report_without_results_says_so(tmp_path: Path) -> None:
 def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status: int) -> None:
     before, after = result_of(tree, "cuda"), result_of(tree, "cuda")
     after["entries"][0]["figures"][0]["us"] *= factor
-    done = run("compare", *(ledger.write(each, tree / name) for name, each in (("old", before), ("new", after))))
+    done = run("compare", *(saved(each, tree / name) for name, each in (("old", before), ("new", after))))
     assert done.exit_code == status, done.output
     assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
 
@@ -254,7 +310,7 @@ def test_a_readme_without_markers_is_an_error(tree: Path) -> None:
 
 def test_readme_of_this_checkout_is_up_to_date() -> None:
     text = report.README.read_text()
-    assert report.rendered(text, ledger.read()) == text, "run python -m bench report --readme"
+    assert report.rendered(text, merging.read()) == text, "run python -m bench report --readme"
 
 
 def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, monkeypatch) -> None:

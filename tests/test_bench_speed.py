@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 from test_bench import ROW, run
 
 from bench import compare, ledger, measure, profile, registry, timing
+from bench.runs import Run
 from moe_kernels.verify import threads
 
 JOBS = [
@@ -30,12 +31,13 @@ JOBS = [
 ]
 
 
-def result() -> ledger.Result:
-    limits = measure.ceilings(JOBS)
-    found = measure.Found()
-    for each in measure.run(JOBS, limits, 0.2):
-        found.add(each)
-    return measure.result([ROW], found, limits)
+def measured(out: Path) -> Run:
+    run = Run(out, measure.Request(), 0.2)
+    run.rows, run.limits = {ROW: {}}, measure.ceilings(JOBS)
+    for each in measure.run(JOBS, run.limits, 0.2):
+        run.found.add(each)
+    run.write()
+    return run
 
 
 def repeated(kernel: Callable[..., object], *args: object) -> object:
@@ -51,13 +53,13 @@ def delayed(kernel: Callable[..., object], *args: object) -> object:
 
 @pytest.mark.parametrize("slower", [repeated, delayed])
 def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
-    before = result()
+    before = measured(tmp_path)
     plant(monkeypatch, "kwta_fwd", slower)
-    after = result()
-    worst = compare.changes(before, after)[0]
+    after = measured(tmp_path)
+    worst = compare.changes(before.result(), after.result())[0]
     assert worst.figure[3] == "forward"
     assert worst.slowdown > 1.5
-    paths = [ledger.write(each, tmp_path / name) for name, each in {"old": before, "new": after}.items()]
+    paths = [before.path, after.path]
     done = run("compare", *paths, "--tolerance", 0.5)
     assert done.exit_code == 1, done.output
 
@@ -134,9 +136,10 @@ def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
     assert profile._own_times(events, True) == [("sm90_gemm", 2.0, 9.0)]
 
 
-def test_nsight_compute_profiles_the_call_without_its_inputs(monkeypatch, tmp_path: Path) -> None:
+def test_nsight_compute_profiles_the_call_without_its_inputs_at_free_clocks(monkeypatch, tmp_path: Path) -> None:
     program = tmp_path / "ncu"
-    program.write_text('#!/bin/sh\ncase "$*" in *"--profile-from-start off"*--no-tools*) exit 0;; esac; exit 1\n')
+    wanted = '*"--clock-control none --profile-from-start off"*--no-tools*'
+    program.write_text(f'#!/bin/sh\ncase "$*" in {wanted}) exit 0;; esac; exit 1\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(profile, "_proton", lambda *args: "not run")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +19,11 @@ pytest.importorskip("matplotlib")
 
 from test_bench import SHAPE, tiny  # noqa: F401 a fixture
 
-import bench.__main__ as command
-from bench import checks, ledger, measure, registry, timing
+from bench import checks, measure, merging, registry, runs, timing, verifying
+from bench.processes import Calls, Ended
 from bench.worker import Worker, WorkerLost, _serve, unusable
-from moe_kernels.verify import Row, verify
+from moe_kernels.verify import DISPUTED, Row, check, together
+from moe_kernels.verify.operation import Case, Operation
 
 
 @pytest.fixture
@@ -107,41 +110,100 @@ def test_a_gpu_run_begins_with_the_aims_in_16_bits() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_results_are_written_during_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "WRITE_SECONDS", 0)
+    monkeypatch.setattr(runs, "WRITE_SECONDS", 0)
     real, seen = measure.run, list[int]()
 
     def run(*arguments):
         for index, each in enumerate(real(*arguments)):
             if index == 2:
-                seen.extend(len(entry["figures"]) for entry in ledger.read(tmp_path)[0]["entries"])
+                seen.extend(len(entry["figures"]) for entry in merging.read(tmp_path)[0]["entries"])
                 raise KeyboardInterrupt
             yield each
 
     monkeypatch.setattr(measure, "run", run)
-    rows = {row: {} for row in verify(["kwta"], ["cpu"], small=True)}
+    begun = runs.Run(tmp_path, measure.Request(dtypes=("float32",)), 0.0)
+    begun.verify(["kwta"], ["cpu"])
     with pytest.raises(KeyboardInterrupt):
-        command._measure_and_check(rows, measure.Request(dtypes=("float32",)), 0.0, tmp_path)
+        begun.measure()
     assert seen == [2, 0, 0, 0]
 
 
-def test_each_verdict_on_a_gpu_has_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the other process does not import tests/ptx
-    log = tmp_path / "nowhere yet" / "log"
-    monkeypatch.setattr(checks, "DTYPES", (torch.float32,))
-    found = checks.verify_all(["make_plan"], ["triton"], small=True, log=log)
-    assert [(row.operation, row.backend, row.dtype, row.verdict) for row in found] == [
-        ("make_plan", "triton", "float32", "ok")
-    ]
-    assert not log.exists()
-    monkeypatch.setattr(checks, "VERIFY_PROGRAM", checks.VERIFY_PROGRAM + "print('goodbye')")
-    assert [row.verdict for row in checks.verify_all(["make_plan"], ["triton"], small=True, log=log)] == ["ok"]
-    outside = checks.verify_all(["make_plan"], ["triton"], small=True, seconds=0.5, log=log)
-    assert {(row.verdict, row.note) for row in outside} == {("not run", checks.OUT_OF_TIME)}
-    monkeypatch.setattr(checks, "VERIFY_PROGRAM", "print('line 1\\nthe last line'); import os; os.abort()")
-    (row,) = checks.verify_all(["make_plan"], ["triton"], small=True, log=log)
-    assert (row.verdict, row.note) == ("FAILED", "its process ended with status -6: the last line")
-    assert "line 1" in log.read_text()
+def ended(status: int | None, *lines: str) -> Ended:
+    return Ended(status, "".join(f"{line}\n" for line in lines))
+
+
+def test_how_a_process_ended_decides_its_row() -> None:
+    job = verifying.Job("kwta", "cuda", torch.float32, "cuda", (1, 2))
+    begun = f"{verifying.CASE}{time.time() - 5:.1f} one"
+    assert verifying.row_of(job, ended(None)).verdict == "not run"
+    assert verifying.row_of(job, ended(None, begun)).note == "not run: out of time after 0 cases"  # slow, not hanging
+    long_ago = f"{verifying.CASE}{time.time() - verifying.HUNG_SECONDS - 5:.1f} two"
+    row = verifying.row_of(job, ended(None, begun, long_ago))
+    assert (row.verdict, row.note) == ("FAILED", "two did not end within 30 s")
+    row = verifying.row_of(job, ended(-6, begun, "CUDA error: no", "more"))
+    assert (row.verdict, row.note) == ("FAILED", "its process ended with status -6 in one: CUDA error: no")
+    told = verifying.RESULT + json.dumps(asdict(job.row("ok", "", 3)))
+    assert verifying.row_of(job, ended(0, begun, told, "goodbye")) == job.row("ok", "", 3)
+    assert verifying.row_of(job, ended(1, begun, told)).verdict == "FAILED"  # it may have ended at its exit
+    assert verifying.checks_of(ended(None, long_ago))["repeatable"] == "FAILED: two did not end within 30 s"
+
+
+def test_parts_of_a_kernel_make_one_row() -> None:
+    job = verifying.Job("kwta", "cuda", torch.float32, "cuda", (0, 1))
+    one, two = replace(job.row("ok", "worst: a", 3), error=1.0, allowed=4.0), job.row("ok", "", 4)
+    assert together([two, one]) == replace(one, cases=7)
+    assert together([one, job.row("not run", "late", 1)]) == replace(job.row("not run", "late"), cases=4)
+    assert together([job.row("FAILED", "wrong", 2), one, job.row("not run", "late")]).note == "wrong"
+    disputed = replace(two, note=f"{DISPUTED}: y of one")
+    assert together([one, disputed]).note == disputed.note
+
+
+class Moved(torch.Tensor):
+    """A CPU tensor of a pretended GPU, whose `.to("cpu")` is a plain tensor."""
+
+    def to(self, *arguments, **named):
+        return self.as_subclass(torch.Tensor) if arguments == ("cpu",) else super().to(*arguments, **named)
+
+
+def raises() -> int:
+    raise RuntimeError("not implemented for 'Half'")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "definition_there", "verdict", "note"),
+    [
+        (lambda: 0, lambda: 0, "ok", ""),
+        (lambda: 1, lambda: 0, "FAILED", "worst: y of one, on the CPU too"),
+        (lambda: 0, lambda: 1, "ok", f"{DISPUTED}: y of one"),
+        (lambda: 1, lambda: 1, "ok", ""),
+        (lambda: 0, raises, "ok", f"{DISPUTED}: the definition raises RuntimeError: not implemented for 'Half'"),
+        (lambda: 1, raises, "FAILED", "worst: y of one, on the CPU too"),
+    ],
+)
+def test_torchs_own_kernels_on_a_gpu_are_told_from_ours(monkeypatch, kernel, definition_there, verdict, note) -> None:
+    def run(inputs, backend):
+        x = inputs["x"]
+        error = kernel() if backend != "reference" else definition_there() if isinstance(x, Moved) else 0
+        return {"y": x.as_subclass(torch.Tensor) + error}
+
+    operation = Operation(
+        lambda dtype, device, small: iter([Case("one", {"x": torch.ones(3).as_subclass(Moved)})]),
+        run,
+        exact=frozenset({"y"}),
+    )
+    monkeypatch.setitem(check.__globals__["OPERATIONS"], "kwta", operation)
+    row = check("kwta", "cuda", torch.float32, "cuda")
+    assert row.verdict == verdict
+    assert row.note.startswith(note) if note else row.note == ""
+
+
+def test_a_process_that_is_late_says_where_it_is() -> None:
+    with Calls() as calls:
+        assert calls(os.getpid, seconds=30).status == 0
+        late = calls(time.sleep, 60, seconds=0.5)
+    assert late.status is None
+    assert "bench/processes.py" in late.printed
+    assert calls(os.getpid, seconds=30) == Ended(None, "")  # after the end of the block
 
 
 def test_a_suite_out_of_time_counts_the_tests_that_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ Outputs in Operation.exact must equal the definition's bit for bit: their error 
 error of any other output is relative to the definition in float64: the largest difference of an element, divided by
 the largest finite magnitude of the definition's elements. It may be twice the error of the definition in the same
 dtype, plus Operation.floor epsilons of that dtype (of float64: 32 times as many).
+
+On a GPU the definition runs on torch's CUDA kernels, which may be wrong or differ where a result is not determined. A
+kernel that disagrees there is compared with the definition on the CPU too, and that comparison decides.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +63,8 @@ class Row:
     """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run".
 
     error, allowed: those of the output with the largest ratio error / allowed. note: the name of this output and its
-    case ("" if no output has an error), the exception that a case raised, or the reason why no case ran.
+    case ("" if no output has an error), the exception that a case raised, the reason why no case ran, or for an "ok"
+    that only the definition on the CPU gives, DISPUTED.
     """
 
     operation: str
@@ -128,17 +132,34 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
 
 
-def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
-    """The Row of one operation, backend and dtype, from all cases; the first exception ends them."""
+def check(
+    op: str,
+    backend: str,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    small: bool = False,
+    part: tuple[int, int] = (0, 1),
+    begun: Callable[[str], None] = lambda name: None,
+) -> Row:
+    """The Row of one operation, backend and dtype, from all cases; the first exception ends them.
+
+    part: (i, n) takes every n-th case from case i on; `together` makes one Row of the n. begun: gets each case's name.
+    """
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
-    count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
+    count, worst, name, disputed = 0, (-1.0, 0.0, 0.0, ""), "first inputs", ""
     try:  # around all cases: after a fault on a GPU every later call may raise
         with threads(1):
-            for name, inputs in operation.cases(dtype, device, small):
+            for index, (name, inputs) in enumerate(operation.cases(dtype, device, small)):
+                if index % part[1] != part[0]:
+                    continue
+                begun(name)
                 count += 1
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
                     found = operation.run(inputs, backend)
-                for output, error, allowed in _errors(operation, inputs, found):
+                compared, differs = _compared(operation, inputs, found, device)
+                disputed = disputed or (differs and f"{DISPUTED}: {differs} of {name}")
+                for output, error, allowed in compared:
                     excess = _excess(error, allowed)
                     if excess > worst[0]:
                         worst = (excess, error, allowed, f"worst: {output} of {name}")
@@ -146,8 +167,48 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
         note = f"{name}: {error_text(raised)}"
         return Row(op, backend, dtype_name(dtype), device, count, math.inf, 0.0, "FAILED", note)
     excess, error, allowed, note = worst
+    if excess > 1 and device == "cuda":
+        note += ", on the CPU too"
+    elif disputed:
+        note = disputed
     verdict = "ok" if count and excess <= 1 else "FAILED"
-    return Row(op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if error else "")
+    return Row(
+        op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if error or disputed else ""
+    )
+
+
+# The note of a row whose kernel agrees with the definition on the CPU alone begins so.
+DISPUTED = "agrees with the definition on the CPU, but not on this GPU, where torch's own kernels run it"
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """The Row of all cases, from those of the parts of one operation, backend and dtype."""
+    failed = [row for row in rows if row.verdict == "FAILED"]
+    worst = max(failed or rows, key=lambda row: _excess(row.error, row.allowed))
+    if not failed:
+        unknown = [row for row in rows if row.verdict == "not run"]
+        disputed = [row for row in rows if row.note.startswith(DISPUTED)]
+        worst = (unknown or disputed or [worst])[0]
+    return replace(worst, cases=sum(row.cases for row in rows))
+
+
+def _compared(
+    operation: Operation, inputs: Inputs, found: Outputs, device: str
+) -> tuple[list[tuple[str, float, float]], str]:
+    """`_errors`, from the definition on the CPU if that on the GPU disagrees or raises; then also what disagreed."""
+    differs = ""
+    try:
+        compared = list(_errors(operation, inputs, found))
+        differs = next((output for output, *errors in compared if _excess(*errors) > 1), "")
+    except Exception as raised:
+        if device != "cuda":
+            raise
+        differs, compared = f"the definition raises {error_text(raised)}, in the outputs", []
+    if not differs or device != "cuda":
+        return compared, ""
+    there = {name: value.to("cpu") if hasattr(value, "to") else value for name, value in inputs.items()}
+    compared = list(_errors(operation, there, {name: each.cpu() for name, each in found.items()}))
+    return compared, differs if all(_excess(*errors) <= 1 for _, *errors in compared) else ""
 
 
 def error_text(raised: Exception) -> str:
