@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Imported before the forks; a missing one is ignored. None may ask for a GPU while it is imported. torch imports
+# Imported before the forks; a missing one is ignored. None may use a GPU while it is imported. torch imports
 # torch._dynamo in the first call of an operator.
 PRELOADED = ("bench.measure", "bench.verifying", "torch._dynamo", "triton", "moe_kernels.backends.triton")
 
@@ -37,6 +37,8 @@ class Ended(NamedTuple):
 @cache
 def context() -> Any:
     """multiprocessing's context for the forks; for new interpreters if a fork cannot use the GPU here."""
+    # torch then asks NVML whether there is a GPU, so that a module may ask while it is imported.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(list(PRELOADED))
     if torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -204,6 +205,20 @@ def test_a_process_that_is_late_says_where_it_is() -> None:
     assert late.status is None
     assert "bench/processes.py" in late.printed
     assert calls(os.getpid, seconds=30) == Ended(None, "")  # after the end of the block
+
+
+def test_what_the_forks_have_imported_has_used_no_gpu() -> None:
+    program = """
+import importlib, sys, torch
+from bench.processes import PRELOADED
+def used(*arguments): raise SystemExit("a GPU was used")
+torch.cuda._lazy_init = torch.cuda.init = torch.cuda.get_device_properties = used
+for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getCurrentRawStream"): setattr(torch._C, name, used)
+torch.cuda._is_compiled = lambda: True
+for name in PRELOADED: importlib.import_module(name)
+assert "torch._dynamo" in sys.modules
+"""
+    assert checks.run([sys.executable, "-c", program], PYTORCH_NVML_BASED_CUDA_CHECK="1") == "ok"
 
 
 def test_a_suite_out_of_time_counts_the_tests_that_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
