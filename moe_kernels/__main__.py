@@ -1,4 +1,4 @@
-"""python -m moe_kernels info | verify | train | study"""
+"""python -m moe_kernels info | verify | compile | train | study"""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moe_kernels import info, verify
+from moe_kernels import backends, info, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. A wrong command line raises SystemExit(2)."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | compile | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="compare every kernel that can run here with its definition"))
+    _add_compile(commands.add_parser("compile", help="compile the Triton kernels for a GPU that is elsewhere"))
     train = commands.add_parser("train", help="train the systems of a paper, as a recipe says, and print a table")
     if words[:1] == ["train"]:  # loads modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.command == "verify":
         return _verify(parser, args)
+    if args.command == "compile":
+        return _compile(parser, args)
     module = "moe_kernels.train" if args.command == "train" else "moe_kernels.studies"
     return importlib.import_module(module).run(args)
 
@@ -61,6 +64,35 @@ def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if idle:
         print(f"verify: {idle}", file=sys.stderr)
     return 1 if failed else 2 if idle else 0
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles the Triton kernels that verify launches on a GPU into Triton's folder (TRITON_CACHE_DIR, or else "
+        "~/.triton/cache). Needs no GPU. Exit status 1 if a kernel cannot be compiled."
+    )
+    parser.add_argument("--target", required=True, metavar="NAME", help="cuda:80 for an A100, cuda:90 for an H100, ...")
+    parser.add_argument("--op", action="append", default=[], metavar="NAME", help="default: all; may be repeated")
+    parser.add_argument("--dtype", action="append", default=[], metavar="NAME", help="default: all; may be repeated")
+    parser.add_argument("--small", action="store_true", help="kernels for small inputs only, as of verify --small")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile; default: one per core")
+
+
+def _compile(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        precompile = importlib.import_module("moe_kernels.precompile")  # imports Triton, which may be missing
+        launches = precompile.cases(args.target, args.op, args.dtype, small=args.small)
+        summary = precompile.fill_cache(launches, args.jobs, _show_progress if sys.stderr.isatty() else None)
+    except (ModuleNotFoundError, ValueError, backends.BackendError) as error:
+        parser.error(str(error))
+    for failure in summary.failures:
+        print(f"compile: {failure}", file=sys.stderr)
+    print(f"{args.target}: {summary}")
+    return 1 if summary.failures else 0
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(f"\r{done} of {total} kernels", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
