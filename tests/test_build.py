@@ -49,7 +49,7 @@ def write_program(path: Path, text: str) -> None:
 def without_settings() -> dict[str, str]:
     """The environment without what changes a build or a run of make."""
     settings = ["CUDA_HOME", "MOE_KERNELS_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "CUDA_VISIBLE_DEVICES"]
-    settings += ["MAKEFLAGS", "MFLAGS", "VENV", "QUICK", "OUT"]
+    settings += ["MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV", "QUICK", "OUT"]
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 
