@@ -27,14 +27,15 @@ from moe_kernels.verify import DTYPES, Row, dtype_name
 PROCESS_SECONDS = 90.0  # limit of a process
 HUNG_SECONDS = 30.0  # a case that takes longer hangs; those that compile most take about 10 s
 
-# An operation's cases are shared among so many processes, which all compile kernels.
-PARTS = {"kwta": 6, "expert_mlp": 3, "expert_norms": 2, "grouped_gemm": 2, "sinkhorn": 2}
+# An operation's cases are shared among so many processes, each of which compiles up to 30 kernels of Triton, or 44 of
+# kwta (`python -m moe_kernels compile` counts them); .7 to 2 s each.
+PARTS = {"kwta": 6, "expert_mlp": 3, "expert_norms": 3, "grouped_gemm": 2, "topk_gate": 2, "sinkhorn": 2}
 
 CASE, RESULT = "case ", "result: "  # begin the lines that a process prints for its cases and for its result
 
 
 class Job(NamedTuple):
-    """One process: cases part[0], part[0] + part[1], ... of a kernel, or with part (0, 0) its `kernel_checks`."""
+    """One process: part[0] of part[1] parts of a kernel's cases, or with part (0, 0) its `kernel_checks`."""
 
     op: str
     backend: str

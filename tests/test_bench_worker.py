@@ -23,7 +23,7 @@ from test_bench import SHAPE, tiny  # noqa: F401 a fixture
 from bench import checks, measure, merging, registry, runs, timing, verifying
 from bench.processes import Calls, Ended
 from bench.worker import Worker, WorkerLost, _serve, unusable
-from moe_kernels.verify import DISPUTED, Row, check, together
+from moe_kernels.verify import DISPUTED, Row, cases, check, together
 from moe_kernels.verify.operation import Case, Operation
 
 
@@ -157,6 +157,17 @@ def test_parts_of_a_kernel_make_one_row() -> None:
     assert together([job.row("FAILED", "wrong", 2), one, job.row("not run", "late")]).note == "wrong"
     disputed = replace(two, note=f"{DISPUTED}: y of one")
     assert together([one, disputed]).note == disputed.note
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 100])
+def test_parts_have_every_case_once(parts: int) -> None:
+    names: list[str] = []
+    given = {"small": True, "begun": names.append}
+    rows = [check("topk_gate", "cpu", torch.float32, "cpu", part=(index, parts), **given) for index in range(parts)]
+    assert names == [case.name for case in cases("topk_gate", small=True)]
+    if parts <= len(names):
+        whole = check("topk_gate", "cpu", torch.float32, "cpu", small=True)
+        assert together(rows) == whole
 
 
 class Moved(torch.Tensor):
