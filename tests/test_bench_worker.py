@@ -170,6 +170,13 @@ def test_parts_have_every_case_once(parts: int) -> None:
         assert together(rows) == whole
 
 
+def test_rows_have_their_gaps_on_another_device_too() -> None:
+    strided = [case for case in cases("kwta", device="meta") if ", strided" in case.name]
+    assert len(strided) > 20
+    for name, inputs in strided:
+        assert inputs["x"].stride(0) == inputs["x"].shape[1] + 3, name
+
+
 class Moved(torch.Tensor):
     """A CPU tensor of a pretended GPU, whose `.to("cpu")` is a plain tensor."""
 

@@ -240,7 +240,7 @@ def load(name: str, op: str) -> ModuleType:
 
 
 def reconsider() -> None:
-    """Clears the cache of choices, after a change of what a backend supports. Only tests make such changes."""
+    """Clears the cache of choices, after a change of what a backend supports, as tests and `precompile` make."""
     _decide.cache_clear()
 
 

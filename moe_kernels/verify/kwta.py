@@ -31,7 +31,8 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                     given = draw.random() < 0.5
                     kinds = {"x": kind, "grad": "normal"} | ({"values": "special"} if given else {})
                     tensors = {
-                        name: _layout(random_rows(each, rows, n, dtype, generator), layout).to(device)
+                        # The layout comes last: a copy to another device would have no gaps between rows.
+                        name: _layout(random_rows(each, rows, n, dtype, generator).to(device), layout)
                         for name, each in kinds.items()
                     }
                     inputs = {"values": None, **tensors, "k": k, "ties": ties}
