@@ -78,7 +78,7 @@ def run_command(
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time to verify and measure; measuring gets at least a third of it.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Where result and report go.")] = OUT,
 ) -> None:
     """Verifies the kernels that run here, measures correct ones; writes a result, report.md and report.html.
 

@@ -32,10 +32,11 @@ def _device(runs: list[ledger.Result], root: Path) -> ledger.Result:
     for run in runs:
         for entry in run["entries"]:
             key = tuple(entry[name] for name in ("operation", "backend", "dtype", "device"))
-            kernels.setdefault(key, []).append(entry)
+            measuring = entry["verdict"] == "FAILED" and entry["note"] in run["not_measured"]
+            kernels.setdefault(key, []).append(entry | {"failed_measuring": measuring})
     found = runs[0] | {"entries": [_kernel(entries, root) for entries in kernels.values()]}
     found["ceilings"] = _newest_of(run["ceilings"] for run in runs)
-    suite = _newest_of(run.get("suite", {}) for run in runs)
+    suite = _newest_of(_dated(run) for run in runs)
     return found | ({"suite": suite} if suite else {})
 
 
@@ -43,14 +44,16 @@ def _kernel(entries: list[dict[str, Any]], root: Path) -> dict[str, Any]:
     """The newest entry of the sources as they are, or of the newest run if they have changed since all runs; with the
     figures and checks that it lacks from older entries of the same sources.
 
-    A failure stands until as many cases pass: a later run of fewer cases does not clear it.
+    A failure stands until as many cases pass and, if it failed while it was measured, until it is measured.
     """
     chosen = next((entry for entry in entries if not ledger.is_stale(entry, root)), entries[0])
     same = [entry for entry in entries if entry["sources"] == chosen["sources"]]
-    newest = same[0]
-    for older in same[1:]:
-        if older["verdict"] == "FAILED" and older["cases"] > newest["cases"] and newest["verdict"] == "ok":
+    newest, measured = same[0], False
+    for older in same:
+        unseen = older["cases"] > newest["cases"] or (older["failed_measuring"] and not measured)
+        if older["verdict"] == "FAILED" and newest["verdict"] == "ok" and unseen:
             newest = newest | {name: older[name] for name in ("verdict", "note", "cases", "error", "allowed", "date")}
+        measured = measured or bool(older["figures"])
     figures = {}
     for name in ledger.FIGURES:
         known: dict[tuple[Any, ...], Any] = {}
@@ -58,7 +61,14 @@ def _kernel(entries: list[dict[str, Any]], root: Path) -> dict[str, Any]:
             for figure in entry[name]:
                 known.setdefault(tuple(figure[key] for key in KEY), figure)
         figures[name] = list(known.values())
-    return newest | figures | {"checks": _newest_of(entry["checks"] for entry in same)}
+    found = newest | figures | {"checks": _newest_of(entry["checks"] for entry in same)}
+    del found["failed_measuring"]
+    return found
+
+
+def _dated(run: ledger.Result) -> dict[str, str]:
+    """The verdicts of the test suite and of captured steps with their date: no digest tells whether they are stale."""
+    return {name: f"{word} ({run['date']})" for name, word in run.get("suite", {}).items()}
 
 
 def _newest_of(found: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _kill(process: Any) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    process.join(10)
+    process.join(2)  # one that the driver holds ends later, or never
 
 
 def _printing(path: str, function: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -122,7 +122,7 @@ class Run:
         self.suite |= {"pytest": why if self.device == "cuda" else "not run: no GPU"}
         self.sanitized = {pair: dict.fromkeys(checks.SANITIZERS, why) for pair in pairs}
         self.write()
-        if not proof or not pairs:
+        if not proof or self.device != "cuda":
             return
         self.suite |= checks.suite(self._limit(0.5), self.log)
         self.write()

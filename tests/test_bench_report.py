@@ -182,6 +182,21 @@ def test_a_failure_stands_until_as_many_cases_pass(tree: Path, later_cases: int,
     assert found["entries"][0]["verdict"] == verdict
 
 
+@pytest.mark.parametrize(("measured", "verdict"), [(False, "FAILED"), (True, "ok")])
+def test_a_failure_while_measured_stands_until_it_is_measured(tree: Path, measured: bool, verdict: str) -> None:
+    failed = result_of(tree, "cuda", date="2026-01-01", verdict="FAILED", note="one: why")  # in not_measured
+    later = result_of(tree, "cuda", note="")
+    failed["entries"][0]["figures"] = []
+    if not measured:
+        later["entries"][0]["figures"] = []
+    failed["suite"] = {"pytest": "ok"}
+    for each in (failed, later):
+        each["entries"][0]["date"] = each["date"]
+    (found,) = merging.merged([later, failed], tree)
+    assert found["entries"][0]["verdict"] == verdict
+    assert found["suite"] == {"pytest": "ok (2026-01-01)"}
+
+
 def test_the_run_of_the_sources_as_they_are_counts(tree: Path) -> None:
     older, newer = (result_of(tree, "cuda", date=f"2026-01-0{day}", note="") for day in (1, 2))
     newer["entries"][0]["sources"] = "of a version that was not kept"
