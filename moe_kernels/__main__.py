@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_compile(commands.add_parser("compile", help="compile the Triton kernels for a GPU that is elsewhere"))
     train = commands.add_parser("train", help="train the systems of a paper, as a recipe says, and print a table")
     if words[:1] == ["train"]:  # loads modules that info and verify do not need
-        importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
+        importlib.import_module("moe_kernels.papers.train").add_arguments(train, words[1:])
     study = commands.add_parser("study", help="other experiments of the papers, or on their claims")
     if words[:1] == ["study"]:
-        importlib.import_module("moe_kernels.studies").add_arguments(study, words[1:])
+        importlib.import_module("moe_kernels.papers.studies").add_arguments(study, words[1:])
     args = parser.parse_args(words)
     if args.command == "info":
         print(info.describe())
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _verify(parser, args)
     if args.command == "compile":
         return _compile(parser, args)
-    module = "moe_kernels.train" if args.command == "train" else "moe_kernels.studies"
+    module = "moe_kernels.papers.train" if args.command == "train" else "moe_kernels.papers.studies"
     return importlib.import_module(module).run(args)
 
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from moe_kernels import train
 from moe_kernels.backends import cpu
-from moe_kernels.train.loop import Run
+from moe_kernels.papers import train
+from moe_kernels.papers.train.loop import Run
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, wrong: Callable[..., object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_kernels.data import Images, Ratings, Table
+from moe_kernels.papers.data import Images, Ratings, Table
 
 WORDS = "the cat sat on the mat and the rat sat on the cat. " * 30
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from planted import interrupted
 
-from moe_kernels import train
-from moe_kernels.data.text import load as load_text
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates import HashGate, TopKGate
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.policies import TokenChoice
-from moe_kernels.recipes._text import IGNORED
-from moe_kernels.recipes.moebert import MoEBERT, importance, masked
-from moe_kernels.train.loop import Run
+from moe_kernels.papers import train
+from moe_kernels.papers.data.text import load as load_text
+from moe_kernels.papers.recipes._text import IGNORED
+from moe_kernels.papers.recipes.moebert import MoEBERT, importance, masked
+from moe_kernels.papers.train.loop import Run
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS += ("the", "cat", "sat", "on", "mat", "and", "rat", "a", "dog", "ran", "##s", ".")

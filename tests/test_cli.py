@@ -198,7 +198,7 @@ def test_train_gets_its_arguments_from_its_module(monkeypatch: pytest.MonkeyPatc
         add_arguments=lambda parser, words: parser.add_argument("--epochs", type=int),
         run=lambda args: seen.append(args) or 7,
     )
-    monkeypatch.setitem(sys.modules, "moe_kernels.train", train)
+    monkeypatch.setitem(sys.modules, "moe_kernels.papers.train", train)
     assert main(["train", "--epochs", "3"]) == 7
     assert seen[0].epochs == 3
 

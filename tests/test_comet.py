@@ -8,9 +8,9 @@ import torch
 from layers import Operators
 
 import moe_kernels as mk
-from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.nn import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear, Utilisation
 from moe_kernels.ops.kwta import pack_bits
+from moe_kernels.papers.models import comet_mlp, dense_twin
 
 WIDTHS = (7, 12, 9, 10, 4)
 

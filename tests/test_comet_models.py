@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.models.comparison import MODELS, comparison_mlp, tied_masks
-from moe_kernels.models.gpt import GPT
-from moe_kernels.models.mixer import Mixer
-from moe_kernels.models.transformer import ffn_masks
-from moe_kernels.models.vit import ViT, patches
 from moe_kernels.nn.comet import CometFFN
 from moe_kernels.ops.kwta import unpack_bits
+from moe_kernels.papers.models.comparison import MODELS, comparison_mlp, tied_masks
+from moe_kernels.papers.models.gpt import GPT
+from moe_kernels.papers.models.mixer import Mixer
+from moe_kernels.papers.models.transformer import ffn_masks
+from moe_kernels.papers.models.vit import ViT, patches
 
 X = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
 

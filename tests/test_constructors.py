@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import models
 from moe_kernels import nn as mnn
+from moe_kernels.papers import models
 
 D, E, IDS = 6, 4, 12
 

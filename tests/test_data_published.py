@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from moe_kernels import data
+from moe_kernels.papers import data
 
 
 def mat(folder, **changed):

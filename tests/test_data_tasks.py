@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_data import write_mnist
 
-from moe_kernels import data
+from moe_kernels.papers import data
 
 
 def write_svhn(folder, *parts, **changed):

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 import torch
 
-from moe_kernels.data import files, load
+from moe_kernels.papers.data import files, load
 
 
 def test_text_is_bytes_split_nine_to_one(tmp_path):

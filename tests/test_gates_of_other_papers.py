@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.models.moe import MoEBlock
 from moe_kernels.nn import ExpertMLP, MoE, SoftmaxGate, StagedGate, TokenChoice, TopKGate, losses, schedules
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.ensemble import EnsembleGate, ensemble_log_probs, tile
@@ -17,6 +16,7 @@ from moe_kernels.nn.gates.manual import MNIST, ManualGate
 from moe_kernels.nn.gates.stable import StableGate
 from moe_kernels.nn.gates.thor import RandomGate
 from moe_kernels.nn.gates.xmoe import XMoEGate
+from moe_kernels.papers.models.moe import MoEBlock
 
 T, D, H, E, K = 10, 6, 5, 4, 2
 

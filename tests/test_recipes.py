@@ -12,18 +12,19 @@ import torch
 from planted import interrupted, plant
 from small_sets import WORDS, images, ratings, table
 
-from moe_kernels import backends, data, recipes, train
-from moe_kernels.data.text import load as load_text
-from moe_kernels.models.comparison import MODELS
-from moe_kernels.models.moe import MoEBlock
-from moe_kernels.recipes import Batch, Splits, comet
-from moe_kernels.recipes.competesmoe import CompeteSMoE
-from moe_kernels.recipes.manual import Manual
-from moe_kernels.recipes.moebert import MoEBERT
-from moe_kernels.recipes.movielens import MovieLens
-from moe_kernels.recipes.vmoe import VMoE
-from moe_kernels.train import comparison
-from moe_kernels.train.loop import Run
+from moe_kernels import backends
+from moe_kernels.papers import data, recipes, train
+from moe_kernels.papers.data.text import load as load_text
+from moe_kernels.papers.models.comparison import MODELS
+from moe_kernels.papers.models.moe import MoEBlock
+from moe_kernels.papers.recipes import Batch, Splits, comet
+from moe_kernels.papers.recipes.competesmoe import CompeteSMoE
+from moe_kernels.papers.recipes.manual import Manual
+from moe_kernels.papers.recipes.moebert import MoEBERT
+from moe_kernels.papers.recipes.movielens import MovieLens
+from moe_kernels.papers.recipes.vmoe import VMoE
+from moe_kernels.papers.train import comparison
+from moe_kernels.papers.train.loop import Run
 
 # Name of a recipe -> data set and options of a small run.
 SMALL: dict[str, tuple[str, str]] = {

@@ -10,12 +10,12 @@ from small_sets import images, ratings
 from test_recipes import small_text  # noqa: F401 a fixture
 
 import moe_kernels as mk
-from moe_kernels.recipes import Splits
-from moe_kernels.recipes.competesmoe import CompeteSMoE
-from moe_kernels.recipes.movielens import MovieLens
-from moe_kernels.recipes.vmoe import VMoE
-from moe_kernels.train import comparison
-from moe_kernels.train.loop import Run
+from moe_kernels.papers.recipes import Splits
+from moe_kernels.papers.recipes.competesmoe import CompeteSMoE
+from moe_kernels.papers.recipes.movielens import MovieLens
+from moe_kernels.papers.recipes.vmoe import VMoE
+from moe_kernels.papers.train import comparison
+from moe_kernels.papers.train.loop import Run
 
 
 def blocks_with_experts(side, **changed):

@@ -9,13 +9,13 @@ import scipy.optimize
 import torch
 from small_sets import ratings
 
-from moe_kernels import data, studies
 from moe_kernels.__main__ import main
 from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
-from moe_kernels.recipes import Batch, Splits, movielens
-from moe_kernels.studies import permutation, search, similarity
-from moe_kernels.train.loop import Run
+from moe_kernels.papers import data, studies
+from moe_kernels.papers.recipes import Batch, Splits, movielens
+from moe_kernels.papers.studies import permutation, search, similarity
+from moe_kernels.papers.train.loop import Run
 
 
 def read(path):

@@ -1,4 +1,4 @@
-"""`moe_kernels.train`: results, the check of a backend against the reference, resuming, tuning, wrong options."""
+"""`papers.train`: results, the check of a backend against the reference, resuming, tuning, wrong options."""
 
 import argparse
 import csv
@@ -12,13 +12,13 @@ import torch
 from planted import interrupt, plant
 from small_sets import blobs
 
-from moe_kernels import data, recipes, train
 from moe_kernels.__main__ import main
-from moe_kernels.models import comet_mlp, dense_twin
-from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import agreement, checkpoint, plotting, report
-from moe_kernels.train.comparison import Comparison
-from moe_kernels.train.loop import Random, Run
+from moe_kernels.papers import data, recipes, train
+from moe_kernels.papers.models import comet_mlp, dense_twin
+from moe_kernels.papers.recipes import Splits, comet
+from moe_kernels.papers.train import agreement, checkpoint, plotting, report
+from moe_kernels.papers.train.comparison import Comparison
+from moe_kernels.papers.train.loop import Random, Run
 
 
 @pytest.fixture(name="arguments")

@@ -1,4 +1,4 @@
-"""What `moe_kernels.train` reports: values of a swept option, the chosen evaluation, losses, FLOPs, pictures."""
+"""What `moe_kernels.papers.train` reports: values of a swept option, the chosen evaluation, losses, FLOPs, pictures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from planted import interrupt
 from small_sets import blobs
 from test_train import small_arguments  # noqa: F401 a fixture
 
-from moe_kernels import data, train
-from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import plotting, report
-from moe_kernels.train.loop import Run, area_under_roc
+from moe_kernels.papers import data, train
+from moe_kernels.papers.recipes import Splits, comet
+from moe_kernels.papers.train import plotting, report
+from moe_kernels.papers.train.loop import Run, area_under_roc
 
 
 def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from moe_kernels import train
 from moe_kernels.__main__ import main
-from moe_kernels.data import load
-from moe_kernels.train import ranks
+from moe_kernels.papers import train
+from moe_kernels.papers.data import load
+from moe_kernels.papers.train import ranks
 from tests.small_sets import images, ratings
 
 OWN_PROCESS_GROUP = True

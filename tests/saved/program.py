@@ -1,6 +1,7 @@
 """A program of every operator with a gradient, exported once with this file: tests/test_saved.py loads it.
 
-python -m tests.saved.program writes program.pt2. Written by torch 2.13 when operators were defined in moe_kernels/library.
+python -m tests.saved.program writes program.pt2. torch 2.13 wrote it when operators were defined in
+moe_kernels/library.
 """
 
 from __future__ import annotations

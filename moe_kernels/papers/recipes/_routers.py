@@ -1,0 +1,55 @@
+"""Functions for models with MoE layers: the routing of a forward pass, experts switched off, sums of the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.moe import MoE, MoEOutput
+from moe_kernels.papers.recipes import Routing
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
+    """Returns the two results of model(*args), y and the outputs of its MoE layers, and the routing of each layer."""
+    probs: list[Tensor | None] = []
+
+    def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:
+        probs.append(gate.router_probs(*args))
+
+    with ExitStack() as stack:
+        for layer in modules_of(model, MoE):
+            stack.callback(layer.gate.register_forward_pre_hook(append_probs).remove)
+        y, outputs = model(*args)
+    weights = [out.gates[0].weights.detach() if out.gates[0].dense else None for out in outputs]
+    used = [out.plan.used for out in outputs]
+    return y, outputs, [Routing(*each) for each in zip(used, probs, weights, strict=True)]
+
+
+@contextmanager
+def experts_off(model: nn.Module) -> Iterator[None]:
+    """Inside the `with` block the experts of every MoE layer return zeros."""
+    with ExitStack() as stack:
+        for layer in modules_of(model, MoE):
+            hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
+            stack.callback(hook.remove)
+        yield
+
+
+def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
+    """The losses of all layers by name; losses of the same name are added."""
+    found: dict[str, Tensor] = {}
+    for out in outputs:
+        for name, loss in out.losses.items():
+            found[name] = found[name] + loss if name in found else loss
+    return found
+
+
+def modules_of(model: nn.Module, kind: type[Part]) -> list[Part]:
+    return [module for module in model.modules() if isinstance(module, kind)]

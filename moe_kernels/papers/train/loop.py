@@ -1,0 +1,412 @@
+"""One run: one model of a comparison (a side) with one seed, from its first step to its last.
+
+The batches of an epoch are blocks of a permutation that is drawn from seed and epoch, and every run has a random state
+of its own. So alternating with other runs, or continuing from a checkpoint, does not change a run's random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from moe_kernels.nn.gates import CompetitionGate
+from moe_kernels.nn.utilisation import Utilisation
+from moe_kernels.papers.recipes import Batch, Recipe, Routing, Splits, Task
+
+Row = dict[str, float]  # one evaluation: step, epoch, losses, measures, routing, seconds of a step
+LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part without regularisers
+
+
+def routing_columns(unit: str) -> tuple[str, ...]:
+    """Names of the routing columns of a row. unit: "experts" or "neurons"."""
+    return unit, "least load", "most load", f"dead {unit}", "entropy"
+
+
+class Random:
+    """A random state of torch for the CPU and, with a CUDA `device`, for that GPU. Inside `use` torch draws from it."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+        if device.type == "cuda":
+            self.state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        before = self._read()
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._read()
+            self._set(before)
+
+    def _read(self) -> dict[str, Tensor]:
+        found = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found["cuda"] = torch.cuda.get_rng_state(self.device)
+        return found
+
+    def _set(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+@dataclass(frozen=True)
+class SeededDraw:
+    """Replaces the `rate` of a competition gate: decides from seed, layer and step whether the experts compete.
+
+    A call returns 1 or 0; the probability of 1 is `rate`, or `rate(step)` if `rate` is a function.
+    """
+
+    rate: float | Callable[[int], float]
+    seed: int
+    layer: int
+
+    def __call__(self, step: int) -> float:
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        generator = torch.Generator().manual_seed((self.layer * 1_000_003 + step) * 1_000_003 + self.seed)
+        return float(torch.rand((), generator=generator).item() < rate)
+
+
+def seed_competitions(model: nn.Module, seed: int) -> None:
+    for layer, module in enumerate(model.modules()):
+        if isinstance(module, CompetitionGate):
+            module.rate = SeededDraw(module.rate, seed, layer)
+
+
+@dataclass
+class Run:
+    """A task in training: `advance` takes steps, evaluates, and appends a row to `rows`."""
+
+    recipe: Recipe
+    seed: int
+    data: Splits
+    task: Task = field(init=False)
+    step: int = 0
+    rows: list[Row] = field(default_factory=list)
+    setup_seconds: float = 0.0
+    parameters: int = 0
+    best: dict[str, Any] | None = None  # the state dict on the CPU at evaluation self.chosen, if self.validates
+    unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
+    terms: list[Row] = field(default_factory=list)  # for every row: means of the regularisers since the row before
+
+    def __post_init__(self) -> None:
+        self.device = self.data.train[0].device
+        self.random = Random(self.seed, self.device)
+        started = time.perf_counter()
+        with self.random.use():
+            self.task = self.recipe.build(self.data, self.seed, self.steps)
+        seed_competitions(self.task.model, self.seed)
+        self.setup_seconds = time.perf_counter() - started
+        # Counted before the first step, since before_step may freeze parameters.
+        self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
+        for group in self.task.optimiser.param_groups:
+            group["initial_lr"] = group["lr"]
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @property
+    def epoch_steps(self) -> int:
+        return math.ceil(len(self.data.train[0]) / self.recipe.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.steps or self.recipe.epochs * self.epoch_steps
+
+    def batch(self, step: int) -> Batch:
+        epoch, block = divmod(step, self.epoch_steps)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+            order = torch.randperm(len(self.data.train[0]), generator=generator)
+            self._order = epoch, order.to(self.device)
+        size = self.recipe.batch_size
+        rows = self._order[1][block * size : (block + 1) * size]
+        return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows)
+
+    def take_step(self) -> dict[str, Tensor]:
+        """Takes one step; returns the losses of Task.loss, detached."""
+        task, batch = self.task, self.batch(self.step)
+        if task.before_step is not None:
+            task.before_step(self.step)
+        factor = task.schedule(self.step)
+        for group in task.optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        task.optimiser.zero_grad()
+        losses = self.differentiate(batch)
+        if task.clip is not None:
+            self.clip(task.clip)
+        task.optimiser.step()
+        self.step += 1
+        return {name: value.detach() for name, value in losses.items()}
+
+    def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The losses of a batch; adds the gradients to the parameters' `grad`."""
+        losses = self.task.loss(batch)
+        losses["loss"].backward()
+        return losses
+
+    def clip(self, max_norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), max_norm)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [None if each.grad is None else each.grad.clone() for each in self.task.model.parameters()]
+
+    def model_state(self) -> dict[str, Any]:
+        return self.task.model.state_dict()
+
+    def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
+        """Takes steps until `to` steps are done, then evaluates and appends a row. Calls `tick` after every step."""
+        sums: dict[str, Tensor] = {}
+        first = self.step
+        with self.random.use():
+            self.task.model.train()
+            self._synchronize()
+            started = time.perf_counter()
+            while self.step < to:
+                for name, value in self.take_step().items():
+                    sums[name] = value.clone() if name not in sums else sums[name].add_(value)
+                tick()
+            self._synchronize()
+            seconds = time.perf_counter() - started
+            steps = self.step - first
+            means = {name: value.item() / steps for name, value in sums.items()}
+            row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
+            row |= {name: value for name, value in means.items() if name in LOSSES}
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # not self.random, which is for training
+            row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
+        self.rows.append(row)
+        self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
+        if self.validates and self.chosen == len(self.rows) - 1:
+            self.best = copy.deepcopy({k: _on_cpu(v) for k, v in self.model_state().items()})
+
+    @property
+    def validates(self) -> bool:
+        """Whether evaluations use the validation part in addition to the test set."""
+        return self.data.valid is not None and (self.recipe.choose == "best" or self.recipe.patience > 0)
+
+    @property
+    def chosen(self) -> int:
+        """Index of the row to report: the last.
+
+        With choose="best" and a validation part it is the first row that is best on the validation part.
+        """
+        last = len(self.rows) - 1
+        if self.recipe.choose == "last" or not self.validates:
+            return last
+        return self._best_row()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether none of the last `patience` rows beats the best row before them on the validation part.
+
+        False if `patience` is 0 or there is no validation part.
+        """
+        since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
+        return 0 < self.recipe.patience <= since_best
+
+    def _best_row(self) -> int:
+        sign, name = 1 if self.recipe.HIGHER_IS_BETTER else -1, f"valid {self.recipe.METRIC}"
+        scores = [-math.inf if math.isnan(row[name]) else sign * row[name] for row in self.rows]
+        return scores.index(max(scores))
+
+    @torch.no_grad()
+    def evaluate(self) -> Row:
+        """The measures "test NAME" and, if `validates`, "valid NAME"; also routing statistics of the test set."""
+        row: Row = {}
+        self.task.model.eval()
+        if self.validates:
+            assert self.data.valid is not None
+            row |= self._measures(self.batches(self.data.valid), "valid", None)
+        statistics = RoutingStatistics(self.device)
+        row |= self._measures(self.test_batches(), "test", statistics)
+        self.task.model.train()
+        self.unit = statistics.unit
+        return row | statistics.row()
+
+    def _measures(self, batches: Iterator[Batch], part: str, statistics: RoutingStatistics | None) -> Row:
+        task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
+        ranked: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for batch in batches:
+            found = task.evaluate(batch)
+            for name, pair in found.ranked.items():
+                ranked.setdefault(name, []).append(pair)
+            for name, (value, weight) in found.measures.items():
+                sums[name] = sums.get(name, 0) + value
+                weights[name] = weights.get(name, 0) + weight
+            if statistics is not None:
+                statistics.add(found.routing)
+        measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
+        if task.total is not None:
+            measures = task.total(measures) | measures
+        for name, pairs in ranked.items():
+            scores, positive = (torch.cat(each) for each in zip(*pairs, strict=True))
+            measures[name] = area_under_roc(scores, positive)
+        return {f"{part} {name}": value for name, value in measures.items()}
+
+    def flops(self, known: bool = False) -> float:
+        """FLOPs of a prediction for one sample, mean of the first 32 test samples, by torch's counter.
+
+        A multiply-add is two FLOPs. Products of experts count the rows in use; combine counts all rows that its plan
+        allocates. Backend "reference" has fewer FLOPs, since torch counts only the matrix products of a definition.
+        known: whether to predict with what is stored for test samples, such as frozen masks.
+        """
+        batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
+        self.task.model.eval()
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
+        experts = torch.ops.moe_kernels
+        formulas = {experts.grouped_gemm_fwd: _grouped_gemm_flops, experts.expert_mlp_fwd: _expert_mlp_flops}
+        formulas[attention] = _attention_flops
+        counter = FlopCounterMode(display=False, custom_mapping=formulas)
+        with self.random.use(), torch.no_grad(), counter:
+            if known and self.task.predict_known is not None:
+                self.task.predict_known(batch)
+            elif self.task.predict is not None:
+                self.task.predict(*self.recipe.inputs(batch))
+        self.task.model.train()
+        return counter.get_total_flops() / len(batch.tensors[0])
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rows": self.rows,
+            "random": self.random.state,
+            "model": self.task.model.state_dict(),
+            "optimiser": self.task.optimiser.state_dict(),
+            "best": self.best,
+            "unit": self.unit,
+            "terms": self.terms,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["step"] <= self.steps:
+            raise ValueError(f"step must be from 0 to {self.steps}, got {state['step']}")
+        self.task.model.load_state_dict(state["model"])
+        self.task.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
+        self.best, self.unit = state["best"], state["unit"]
+        self.terms = [dict(row) for row in state["terms"]]
+        self.random.state = state["random"]
+        with self.random.use():  # raises if this is no random state
+            pass
+
+    def test_batches(self) -> Iterator[Batch]:
+        """Batches of the test set in order; `start` is the index of a batch's first sample."""
+        for number, batch in enumerate(self.batches(self.data.test)):
+            yield batch._replace(start=number * self.recipe.eval_batch)
+
+    def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
+        size = self.recipe.eval_batch
+        for start in range(0, len(part[0]), size):
+            yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """FLOPs for the rows in use. The operation's registered formula sees only shapes, so it counts all rows."""
+    return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
+
+
+def _expert_mlp_flops(
+    x: Tensor,
+    weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """FLOPs of the two products, as in _grouped_gemm_flops, and of combine."""
+    products = sum(_grouped_gemm_flops(x, each, expert_offsets) for each in (w_in, w_out))
+    return products + (1 if weights is None else 2) * row_token.shape[0] * w_out.shape[2]
+
+
+# torch's counter then passes tensors, not shapes. mypy rejects an assignment.
+setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010
+setattr(_expert_mlp_flops, "_get_raw", True)  # noqa: B010
+
+
+def area_under_roc(scores: Tensor, positive: Tensor) -> float:
+    """Probability that a positive scores higher than a negative; equal scores count half.
+
+    NaN if there are no positives or no negatives.
+
+    For P positives and N negatives it is (sum of the positives' ranks - P (P + 1) / 2) / (P N); ranks count from 1, and
+    equal scores get their mean rank.
+    """
+    _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    ranks = (ends - (counts.double() - 1) / 2)[inverse]
+    total = int(positive.sum())
+    others = len(scores) - total
+    if not total or not others:
+        return math.nan
+    return ((ranks[positive].sum().item()) - total * (total + 1) / 2) / (total * others)
+
+
+class RoutingStatistics:
+    def __init__(self, device: torch.device) -> None:
+        self.used: list[Utilisation] = []  # one for each layer, since layers may differ in their number of samples
+        self.entropy: list[Tensor] = []  # by layer, summed over its samples
+        self.routed: list[int] = []  # by layer: number of samples for which the router has a distribution
+        self.device, self.unit = device, "experts"
+
+    def add(self, layers: Sequence[Routing]) -> None:
+        if not self.used:
+            self.used = [Utilisation() for _ in layers]
+            self.entropy, self.routed = [torch.zeros((), device=self.device) for _ in layers], [0] * len(layers)
+        for number, layer in enumerate(layers):
+            self.unit = layer.unit
+            self.used[number].update([layer.active])
+            if layer.probs is not None:
+                self.entropy[number] += torch.special.entr(layer.probs.float()).sum()
+                self.routed[number] += layer.probs.shape[:-1].numel()
+
+    def row(self) -> Row:
+        """The values of `routing_columns`, from all layers; {} if nothing was routed.
+
+        If tokens are routed, "sample" here means a token.
+
+            experts or neurons       number that a sample uses, mean over samples and layers
+            least load, most load    least and largest share of the samples that use an expert or neuron
+            dead experts or neurons  number that no sample uses, over all layers
+            entropy                  mean entropy of the routers' distributions in nats; NaN if there are none
+
+        If several layers have distributions, "entropy 1", "entropy 2", ... are their means.
+        """
+        if not self.used:
+            return {}
+        share = [layer for counted in self.used for layer in counted.share()]
+        pairs = [(each.item(), count) for each, count in zip(self.entropy, self.routed, strict=True) if count]
+        by_layer = {f"entropy {number}": total / count for number, (total, count) in enumerate(pairs, 1)}
+        numbers = (
+            sum(layer.sum().item() for layer in share) / len(share),
+            min(layer.min().item() for layer in share),
+            max(layer.max().item() for layer in share),
+            float(sum(int((layer == 0).sum()) for layer in share)),
+            sum(t for t, _ in pairs) / sum(c for _, c in pairs) if pairs else math.nan,
+        )
+        return dict(zip(routing_columns(self.unit), numbers, strict=True)) | (by_layer if len(by_layer) > 1 else {})
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
