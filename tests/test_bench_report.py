@@ -21,9 +21,9 @@ from moe_kernels.verify import Row
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout with kwta on the CPU and in CUDA, and no Triton kernel."""
-    included = {"csrc/cpu/kwta.cpp": ("ops.h",), "csrc/cuda/kwta.cu": ("ops.h", "moe/block.cuh", "here.h")}
-    included |= {"csrc/include/moe/block.cuh": ("moe/warp.cuh",)}
-    names = ["moe_kernels/ops/kwta.py", "csrc/include/moe/warp.cuh", "csrc/include/moe/other.cuh"]
+    included = {"csrc/cpu/kwta.cpp": ("ops.h",), "csrc/cuda/kwta.cu": ("ops.h", "moe/cuda/block.cuh", "here.h")}
+    included |= {"csrc/include/moe/cuda/block.cuh": ("moe/cuda/warp.cuh",)}
+    names = ["moe_kernels/ops/kwta.py", "csrc/include/moe/cuda/warp.cuh", "csrc/include/moe/other.cuh"]
     names += [f"csrc/cuda/{name}" for name in ("here.h", "ops.h", "shared.cu")]
     names += [f"moe_kernels/backends/native/{name}.py" for name in ("kwta", "kwta_cpu", "shared")]
     for name in (*included, *names):
@@ -81,7 +81,7 @@ def test_ledger_states(tree: Path) -> None:
     [
         "csrc/cuda/kwta.cu",
         "csrc/cuda/here.h",
-        "csrc/include/moe/warp.cuh",
+        "csrc/include/moe/cuda/warp.cuh",
         "moe_kernels/ops/kwta.py",
         "moe_kernels/backends/native/kwta.py",
         "moe_kernels/backends/native/kwta_cuda.py",

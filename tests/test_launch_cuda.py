@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 SM_86 = 99 * 1024  # bytes of shared memory that a block may have on sm_86
 
 PROBE = """
-#include "moe/launch.cuh"
+#include "moe/cuda/launch.cuh"
 __global__ void probe_kernel(int) {}
 extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 32, bytes, nullptr, 0); }
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }

@@ -141,7 +141,7 @@ def row(each: dict[str, Any]) -> list[int]:
 
 def check(source: Path, architecture: str) -> None:
     """Checks spills, shared memory and required instructions of all kernels of a source."""
-    most = re.search(r"kStaticSharedBytes = (\d+) \* 1024", (ROOT / "csrc/include/moe/launch.cuh").read_text())
+    most = re.search(r"kStaticSharedBytes = (\d+) \* 1024", (ROOT / "csrc/include/moe/cuda/launch.cuh").read_text())
     assert most is not None
     for name, each in kernels(source, architecture).items():
         codes = each["codes"]

@@ -62,4 +62,4 @@ def test_only_headers_have_ptx_and_shared_memory() -> None:
     for file in sources:
         text = re.sub(r"//.*", "", file.read_text())
         assert not re.search(r"\basm\b", text), f"{file}: only headers may have inline PTX"
-        assert "__shared__" not in text, f"{file}: use SHARED or DYNAMIC_SHARED of moe/shared.cuh instead"
+        assert "__shared__" not in text, f"{file}: use SHARED or DYNAMIC_SHARED of moe/cuda/shared.cuh instead"

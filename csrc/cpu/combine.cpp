@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "moe/formats.h"
-#include "moe/indices.h"
-#include "moe/pages.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/indices.h"
+#include "moe/cpu/pages.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "moe/indices.h"
-#include "moe/pages.h"
-#include "moe/simd.h"
+#include "moe/cpu/indices.h"
+#include "moe/cpu/pages.h"
+#include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "moe/lanes.h"
-#include "moe/pairs.h"
+#include "moe/cpu/lanes.h"
+#include "moe/cpu/pairs.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <cstring>
 
-#include "moe/activations.h"
-#include "moe/pages.h"
+#include "moe/cpu/activations.h"
+#include "moe/cpu/pages.h"
 
 namespace moe {
 namespace MOE_ISA {

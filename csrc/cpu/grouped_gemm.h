@@ -8,9 +8,9 @@
 #include <memory>
 #include <new>
 
-#include "moe/elements.h"
-#include "moe/pairs.h"
-#include "moe/tiles.h"
+#include "moe/cpu/elements.h"
+#include "moe/cpu/pairs.h"
+#include "moe/cpu/tiles.h"
 
 namespace moe {
 namespace MOE_ISA {

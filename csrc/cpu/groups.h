@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "moe/indices.h"
-#include "moe/tiles.h"
+#include "moe/cpu/indices.h"
+#include "moe/cpu/tiles.h"
 
 namespace moe {
 namespace MOE_ISA {

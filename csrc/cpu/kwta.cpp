@@ -12,9 +12,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "moe/formats.h"
-#include "moe/pages.h"
-#include "moe/simd.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/pages.h"
+#include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "moe/bind.h"
+#include "moe/common/bind.h"
 #include "ops.h"
 
 namespace py = pybind11;

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "moe/dtypes.h"
+#include "moe/common/dtypes.h"
 
 // clang-format off
 #define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \

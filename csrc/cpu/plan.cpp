@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "moe/formats.h"
-#include "moe/indices.h"
-#include "moe/simd.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/indices.h"
+#include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "moe/cooling.h"
+#include "moe/common/cooling.h"
 #include "sinkhorn_log.h"
 #include "sinkhorn_scaled.h"
 #include "sinkhorn_small.h"

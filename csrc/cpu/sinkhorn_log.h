@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "moe/cooling.h"
+#include "moe/common/cooling.h"
 #include "sinkhorn_stage.h"
 
 namespace moe {

@@ -6,8 +6,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "moe/formats.h"
-#include "moe/lanes.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/lanes.h"
 
 namespace moe {
 namespace MOE_ISA {

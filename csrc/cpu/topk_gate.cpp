@@ -7,9 +7,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "moe/exp.h"
-#include "moe/formats.h"
-#include "moe/simd.h"
+#include "moe/cpu/exp.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <limits>
 
-#include "moe/exp.h"
-#include "moe/formats.h"
-#include "moe/lanes.h"
-#include "moe/pages.h"
+#include "moe/cpu/exp.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/lanes.h"
+#include "moe/cpu/pages.h"
 #include "tree.h"
 
 namespace moe {

@@ -10,9 +10,9 @@
 #include <atomic>
 #include <utility>
 
-#include "moe/elements.h"
-#include "moe/pages.h"
-#include "moe/tiles.h"
+#include "moe/cpu/elements.h"
+#include "moe/cpu/pages.h"
+#include "moe/cpu/tiles.h"
 #include "tree.h"
 
 namespace moe {
@@ -23,7 +23,7 @@ constexpr int64_t kColumns = 32;  // columns of a branch's buffers: enough for 1
 constexpr int64_t kBlock = 256;   // tokens of a block in forward and to_x
 constexpr int64_t kDepth = 256;   // tokens that to_weights multiplies at a time
 
-// A tile of a result has kRows rows of two vectors: as many sums as a tile of moe/tiles.h.
+// A tile of a result has kRows rows of two vectors: as many sums as a tile of moe/cpu/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
@@ -39,7 +39,7 @@ struct Matrix {
 };
 
 // Computes M rows from `first` on (fewer at the end) of c (rows, columns) = a b, or c += a b if `more`. b is packed as
-// (depth, kWidth). `gathered`: a.columns is not null. Prefetches a if it is gathered, else `lines` (see moe/tiles.h).
+// (depth, kWidth). `gathered`: a.columns is not null. Prefetches a if it is gathered, else `lines` (moe/cpu/tiles.h).
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {

@@ -11,9 +11,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "moe/exp.h"
-#include "moe/formats.h"
-#include "moe/lanes.h"
+#include "moe/cpu/exp.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/lanes.h"
 #include "tree.h"
 
 namespace moe {

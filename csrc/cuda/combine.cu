@@ -1,8 +1,8 @@
 // Combine: the weighted sum of a token's rows, in float32 and in the order of the token's choices; and its gradients.
-#include "moe/block.cuh"
-#include "moe/dtypes.h"
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/block.cuh"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
 #include "ops.h"
 
 namespace moe {

@@ -1,6 +1,6 @@
 // Dispatch: reads each token once and writes it to all of its rows.
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
 #include "ops.h"
 
 namespace moe {

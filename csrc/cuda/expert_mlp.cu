@@ -1,6 +1,6 @@
 // Backward pass of an expert MLP's hidden units, in the epilogue of a grouped GEMM.
-#include "moe/activation.cuh"
-#include "moe/grouped_gemm.cuh"
+#include "moe/cuda/activation.cuh"
+#include "moe/cuda/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {

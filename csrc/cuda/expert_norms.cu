@@ -1,6 +1,6 @@
 // Squared norms of the rows of x W + b: the epilogue of a grouped GEMM stores only the sum of squares over each tile's
 // columns.
-#include "moe/grouped_gemm.cuh"
+#include "moe/cuda/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {

@@ -1,6 +1,6 @@
 // Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation.
-#include "moe/activation.cuh"
-#include "moe/grouped_gemm.cuh"
+#include "moe/cuda/activation.cuh"
+#include "moe/cuda/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {

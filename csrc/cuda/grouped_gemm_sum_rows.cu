@@ -1,8 +1,8 @@
 // The gradient of a gather: for each token the sum of its rows, in float32 and in the order of by_token. A token's rows
 // are not split among threads: that would change the order of the sum.
-#include "moe/dtypes.h"
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
 #include "ops.h"
 
 namespace moe {

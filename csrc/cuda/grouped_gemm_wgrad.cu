@@ -1,13 +1,13 @@
 // The gradients of grouped GEMM to weights and bias, in one launch. Over each expert's rows, dweight is x^T grad, and
 // dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias.
-#include "moe/block.cuh"
-#include "moe/grouped_gemm.cuh"
+#include "moe/cuda/block.cuh"
+#include "moe/cuda/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {
 namespace {
 
-// Rows that start and end at multiples of 16 bytes take LargeTile (moe/gemm.cuh), or SmallTile if large tiles would be
+// Rows that start and end at multiples of 16 bytes take LargeTile (gemm.cuh), or SmallTile if large tiles would be
 // fewer than kFewBlocks. Multiples of only 4 or 2 bytes take SmallEvenTile or SmallUnalignedTile.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;

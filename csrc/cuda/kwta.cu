@@ -1,14 +1,14 @@
 // k-winner-take-all: a search for the k-th largest element of each row. A pass counts the row's elements that reach a
 // threshold, that is, are at least as large. The first threshold assumes a Gaussian row. Thresholds are keys: integers
-// in the order of the values (moe/keys.cuh). A row stays in registers (kwta_row.h), but the longest rows (launch_rows)
+// in the order of the values (keys.cuh). A row stays in registers (kwta_row.cuh), but the longest rows (launch_rows)
 // are read again in each pass.
 #include <algorithm>
 #include <cmath>
 
-#include "kwta_row.h"
-#include "moe/dtypes.h"
-#include "moe/launch.cuh"
-#include "moe/special.cuh"
+#include "kwta_row.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/special.cuh"
 #include "ops.h"
 
 namespace moe {
@@ -85,7 +85,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
 }
 
 // For a row in registers: this thread's winning ties (elements with key Cut::above - 1). The counts of two chunks
-// (kwta_row.h) share a 32-bit word. A count fits in 16 bits: it is at most 4096, also summed over a row's threads.
+// (kwta_row.cuh) share a 32-bit word. A count fits in 16 bits: it is at most 4096, also summed over a row's threads.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
@@ -133,7 +133,7 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame.h). Ties of the head win
+// Sets `chosen` to masks of the winners among this thread's elements of the edges (kwta_frame). Ties of the head win
 // first, ties of the tail last. `needed` becomes the number of ties that win after those of the head; none if <= 0.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "moe/bind.h"
+#include "moe/common/bind.h"
 #include "ops.h"
 
 namespace py = pybind11;

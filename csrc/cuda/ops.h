@@ -3,7 +3,7 @@
 // CUDA returns. MOE_CUDA_OPS, at the end, lists the launchers for the Python module (module.cpp) and for the tests that
 // run the kernels on the CPU (tests/simt).
 //
-// `dtype` is float32, bfloat16 or float16, as a code of moe/dtypes.h, unless a comment says otherwise. Sizes: T tokens,
+// `dtype` is float32, bfloat16 or float16, as a code of dtypes.h, unless a comment says otherwise. Sizes: T tokens,
 // K choices of a token (tree gates: K trees), E experts, R rows of a plan, B matrices; D, Din, Dout, H and P features.
 // Strides count elements from one row, token, expert or matrix to the next, unless a comment says otherwise.
 //
@@ -164,7 +164,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              const int32_t* expert_offsets,  // (E + 1)
                              const void* bias,           // (E, Dout), last dimension contiguous, or nullptr
                              int64_t bias_stride,
-                             int activation,             // an Activation of moe/activation.cuh
+                             int activation,             // an Activation of moe/cuda/activation.cuh
                              void* out,                  // (R, Dout) contiguous; gated: (R, Dout / 2)
                              void* pre,                  // receives x W + b: (R, Dout) contiguous; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
@@ -239,7 +239,7 @@ cudaError_t grouped_gemm_norms(int dtype,            // bfloat16 or float16
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // The tree gate after its matrix products. leaf_probs_tji is the product of the branch probabilities (smooth steps of
-// width gamma of the split logits, see moe/tree.cuh) on the path to leaf i of tree j. The term of a leaf is
+// width gamma of the split logits, see moe/cuda/tree.cuh) on the path to leaf i of tree j. The term of a leaf is
 // (leaf_probs_tji + epsilon) exp(leaf_logits_tji), or 0 if leaf_probs_tji < least. gates_ti is the sum of the terms of
 // leaf i over the trees j, divided by the sum of all terms of token t.
 cudaError_t tree_gate_fwd(int dtype,

@@ -7,9 +7,9 @@
 // Atomics only count, in shared memory: sums of integers do not depend on the order.
 #include <algorithm>
 
-#include "moe/block.cuh"
-#include "moe/launch.cuh"
-#include "moe/vector.cuh"
+#include "moe/cuda/block.cuh"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/vector.cuh"
 #include "ops.h"
 
 namespace moe {

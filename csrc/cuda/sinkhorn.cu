@@ -1,5 +1,5 @@
 // Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
-// matrix stays in the registers of 1 to 256 threads, a larger one in memory (sinkhorn_streamed.h). There are two forms:
+// matrix stays in the registers of 1 to 256 threads, a larger one in memory (sinkhorn_streamed). There are two forms:
 // * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Possible
 //   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
@@ -15,10 +15,10 @@
 //   adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. With t iterations left, the loop
 //   stops if t sum |dg| <= 2^-45 sum |P * dP|: the t iterations would add less than 6e-14 sum |P * dP| to tau dS_ij.
 // The scaled backward pass is in double, because the terms of a gradient can cancel.
-#include "moe/launch.cuh"
+#include "moe/cuda/launch.cuh"
 #include "ops.h"
-#include "sinkhorn_streamed.h"
-#include "sinkhorn_tile.h"
+#include "sinkhorn_streamed.cuh"
+#include "sinkhorn_tile.cuh"
 
 namespace moe {
 namespace {

@@ -3,12 +3,12 @@
 #include <cmath>
 #include <type_traits>
 
-#include "moe/dtypes.h"
-#include "moe/keys.cuh"
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
-#include "moe/shared.cuh"
-#include "moe/warp.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/keys.cuh"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/warp.cuh"
 #include "ops.h"
 
 namespace moe {

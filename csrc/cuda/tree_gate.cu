@@ -1,19 +1,19 @@
 // The tree gate after its matrix products (formulas: ops/tree_gate.py). In the kernels of this file, 2 to 32 lanes take
-// a token and keep one of its trees at a time in shared memory. The kernels of tree_gate_lanes.h (forward) and
-// tree_gate_warp.h (backward) keep a tree in registers; by_lanes and by_leaves choose them for trees of some sizes.
+// a token and keep one of its trees at a time in shared memory. The kernels of tree_gate_lanes.cuh (forward) and
+// tree_gate_warp.cuh (backward) keep a tree in registers; by_lanes and by_leaves choose them for trees of some sizes.
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
 
-#include "moe/dtypes.h"
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
-#include "moe/shared.cuh"
-#include "moe/tree.cuh"
-#include "moe/warp.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/tree.cuh"
+#include "moe/cuda/warp.cuh"
 #include "ops.h"
-#include "tree_gate_lanes.h"
-#include "tree_gate_warp.h"
+#include "tree_gate_lanes.cuh"
+#include "tree_gate_warp.cuh"
 
 namespace moe {
 namespace {
@@ -41,7 +41,7 @@ struct Lanes {
   }
 };
 
-// Sets heap[m] to the probability of reaching node m (numbered as in moe/tree.cuh), for all nodes but the root.
+// Sets heap[m] to the probability of reaching node m (numbered as in moe/cuda/tree.cuh), for all nodes but the root.
 template <class T>
 __device__ void reach(float* heap,            // (2E)
                       const T* split_logits,  // (E - 1)
@@ -219,7 +219,7 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // LEAVES must divide 2E (see tree_gate_lanes.h).
+  // LEAVES must divide 2E (see tree_gate_lanes.cuh).
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();

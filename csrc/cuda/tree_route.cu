@@ -4,12 +4,12 @@
 // leaf so far. Only the weights of visited nodes and of the best leaf are read.
 #include <cfloat>
 
-#include "moe/dtypes.h"
-#include "moe/launch.cuh"
-#include "moe/rows.cuh"
-#include "moe/shared.cuh"
-#include "moe/tree.cuh"
-#include "moe/warp.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/launch.cuh"
+#include "moe/cuda/rows.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/tree.cuh"
+#include "moe/cuda/warp.cuh"
 #include "ops.h"
 
 namespace moe {

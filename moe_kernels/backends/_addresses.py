@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The same codes as in csrc/include/moe/dtypes.h.
+# The same codes as in csrc/include/moe/common/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 # A hook for tests: `pointer` calls it with each tensor.

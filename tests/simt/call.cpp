@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include "moe/launcher.h"
+#include "moe/common/launcher.h"
 #include "ops.h"
 
 namespace {

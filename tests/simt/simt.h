@@ -17,7 +17,7 @@
 #define __host__
 #define __constant__
 #define __launch_bounds__(...)
-#define __shared__ use the macro SHARED of moe/shared.cuh for shared memory
+#define __shared__ use the macro SHARED of moe/cuda/shared.cuh for shared memory
 
 #include <vector_functions.h>
 

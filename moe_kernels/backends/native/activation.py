@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_kernels.library import GATED
 
-# The codes of csrc/include/moe/activations.h and activation.cuh.
+# The codes of csrc/include/moe/cpu/activations.h and activation.cuh.
 ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
 
 

@@ -1,5 +1,5 @@
-#include "moe/async_copy.cuh"
-#include "moe/launch.cuh"
+#include "moe/cuda/async_copy.cuh"
+#include "moe/cuda/launch.cuh"
 #include "ops.h"
 
 namespace moe {

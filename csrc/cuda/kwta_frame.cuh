@@ -2,8 +2,8 @@
 // of 16 bytes. The edges are the head and the tail: fewer than kVector elements before and after the middle.
 #pragma once
 
-#include "moe/vector.cuh"
-#include "moe/warp.cuh"
+#include "moe/cuda/vector.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 namespace {

@@ -10,8 +10,8 @@
 
 #include <type_traits>
 
-#include "moe/shared.cuh"
-#include "moe/warp.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 

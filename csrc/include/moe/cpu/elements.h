@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "moe/formats.h"
-#include "moe/pairs.h"
+#include "moe/cpu/formats.h"
+#include "moe/cpu/pairs.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -2,8 +2,8 @@
 // row of its pre-activations holds all gates, then all linear parts.
 #pragma once
 
-#include "moe/platform.cuh"
-#include "moe/special.cuh"
+#include "moe/cuda/platform.cuh"
+#include "moe/cuda/special.cuh"
 
 namespace moe {
 

@@ -1,7 +1,7 @@
 // Comparisons and sums of float16 numbers, two in a 32-bit word.
 #pragma once
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

@@ -8,9 +8,9 @@
 // (AcrossK), and ldmatrix transposes it. Elements past the end of a row or column are staged as zeros.
 #pragma once
 
-#include "moe/async_copy.cuh"
-#include "moe/mma.cuh"
-#include "moe/rows.cuh"
+#include "moe/cuda/async_copy.cuh"
+#include "moe/cuda/mma.cuh"
+#include "moe/cuda/rows.cuh"
 
 namespace moe {
 

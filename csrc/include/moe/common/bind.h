@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "moe/launcher.h"
+#include "moe/common/launcher.h"
 
 namespace moe {
 

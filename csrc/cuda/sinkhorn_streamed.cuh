@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "moe/launch.cuh"
-#include "sinkhorn_tile.h"
+#include "moe/cuda/launch.cuh"
+#include "sinkhorn_tile.cuh"
 
 namespace moe {
 namespace {

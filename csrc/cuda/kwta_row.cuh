@@ -1,14 +1,14 @@
 // A thread's part of a row of k-winner-take-all. A row is plain if no thread gets NaN when it adds its elements (see
 // Plain). They are kept as in memory and compared as floating-point numbers. Elements of other rows are converted to
-// keys: integers in the order of the values (moe/keys.cuh). A word is 32 bits, one or two elements.
+// keys: integers in the order of the values (moe/cuda/keys.cuh). A word is 32 bits, one or two elements.
 #pragma once
 
 #include <type_traits>
 
-#include "kwta_frame.h"
-#include "moe/block.cuh"
-#include "moe/halves.cuh"
-#include "moe/keys.cuh"
+#include "kwta_frame.cuh"
+#include "moe/cuda/block.cuh"
+#include "moe/cuda/halves.cuh"
+#include "moe/cuda/keys.cuh"
 
 namespace moe {
 namespace {
@@ -116,7 +116,7 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// kwta_frame.h divides a row into head, middle (whole vectors) and tail. Chunk c of thread `rank` is vector
+// kwta_frame.cuh divides a row into head, middle (whole vectors) and tail. Chunk c of thread `rank` is vector
 // c * size + rank of the middle. With CHUNKS > 0 chunks stay in registers; with 0 they are read again in each pass. A
 // thread also holds up to EDGES elements of the head and of the tail.
 template <class T, int CHUNKS, int EDGES>

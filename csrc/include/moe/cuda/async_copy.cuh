@@ -1,7 +1,7 @@
 // cp.async: copies from global to shared memory that bypass registers (sm_80 and later).
 #pragma once
 
-#include "moe/shared.cuh"
+#include "moe/cuda/shared.cuh"
 
 namespace moe {
 

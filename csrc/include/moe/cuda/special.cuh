@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

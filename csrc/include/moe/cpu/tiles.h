@@ -9,9 +9,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "moe/elements.h"
-#include "moe/lanes.h"
-#include "moe/pairs.h"
+#include "moe/cpu/elements.h"
+#include "moe/cpu/lanes.h"
+#include "moe/cpu/pairs.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -2,7 +2,7 @@
 // children 2m and 2m + 1, nodes 1 to E - 1 are inner nodes, and nodes E to 2E - 1 are leaves.
 #pragma once
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

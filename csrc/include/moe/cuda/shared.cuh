@@ -6,7 +6,7 @@
 //   DYNAMIC_SHARED(uint4, stage);            uint4* stage, which points to the bytes that the launch requested
 #pragma once
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 #ifdef SIMT_HOST
 #define SHARED(T, name, dims)                  \

@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "moe/dtypes.h"
-#include "moe/platform.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

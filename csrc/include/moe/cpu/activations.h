@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "moe/exp.h"
+#include "moe/cpu/exp.h"
 
 namespace moe {
 namespace MOE_ISA {

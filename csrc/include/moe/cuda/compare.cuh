@@ -1,7 +1,7 @@
 // Comparisons of numbers of 32 or 16 bits with a threshold. A number reaches a threshold if it is greater or equal.
 #pragma once
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

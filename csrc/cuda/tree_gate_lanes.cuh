@@ -1,6 +1,6 @@
 // The forward pass of the tree gate for E experts, 8 to 1024, if by_lanes (tree_gate.cu) finds LEAVES and LANES. LANES
 // lanes take a token. A lane keeps in registers the subtree of LEAVES neighbouring leaves whose root is node LANES +
-// lane (numbered as in moe/tree.cuh).
+// lane (numbered as in moe/cuda/tree.cuh).
 //
 // If E is not a power of two, the tree has deep leaves and, one level above, shallow ones. A shallow leaf becomes a
 // node that always goes left, to a leaf with the expert; the leaf on the right has none. A lane has only deep or only
@@ -11,8 +11,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "moe/special.cuh"
-#include "tree_gate_warp.h"
+#include "moe/cuda/special.cuh"
+#include "tree_gate_warp.cuh"
 
 namespace moe {
 namespace {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  // highest: largest logit of this lane's leaves that are in the softmax (Weighing in tree_gate_warp.h); `sums` have
+  // highest: largest logit of this lane's leaves that are in the softmax (Weighing in tree_gate_warp.cuh); `sums` have
   // the factor exp(-highest)
   float highest = -FLT_MAX, sums[LEAVES] = {};
   for (int j = 0; j < num_trees; j++) {

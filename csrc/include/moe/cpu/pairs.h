@@ -7,8 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "moe/lanes.h"
-#include "moe/simd.h"
+#include "moe/cpu/lanes.h"
+#include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -1,14 +1,14 @@
 // The backward pass of the tree gate for trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds
-// the subtree of LEAVES leaves whose root is node 32 + lane (numbered as in moe/tree.cuh). Lanes 1 to 31 also hold node
+// the subtree of LEAVES leaves whose root is node 32 + lane (numbered as in tree.cuh). Lanes 1 to 31 also hold node
 // `lane`, above the subtrees.
 #pragma once
 
 #include <cfloat>
 #include <type_traits>
 
-#include "moe/rows.cuh"
-#include "moe/tree.cuh"
-#include "moe/warp.cuh"
+#include "moe/cuda/rows.cuh"
+#include "moe/cuda/tree.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 namespace {

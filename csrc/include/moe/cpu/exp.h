@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "moe/formats.h"
+#include "moe/cpu/formats.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "moe/dtypes.h"
+#include "moe/common/dtypes.h"
 
 namespace moe {
 namespace MOE_ISA {

@@ -3,7 +3,7 @@
 // stored as kNaN, the number after the stored key of +inf. A 32-bit word holds one stored key of 32 bits or two of 16.
 #pragma once
 
-#include "moe/compare.cuh"
+#include "moe/cuda/compare.cuh"
 
 namespace moe {
 

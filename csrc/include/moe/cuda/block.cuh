@@ -1,8 +1,8 @@
 // An exchange between the warps of a block.
 #pragma once
 
-#include "moe/shared.cuh"
-#include "moe/warp.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 

@@ -4,9 +4,9 @@
 // gated_columns() of the epilogue returns whether a row of the product holds all gates, then all linear parts.
 #pragma once
 
-#include "moe/dtypes.h"
-#include "moe/gemm.cuh"
-#include "moe/launch.cuh"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/gemm.cuh"
+#include "moe/cuda/launch.cuh"
 
 namespace moe {
 

@@ -1,7 +1,7 @@
 // Loads and stores of global memory. What store_streaming wrote leaves the caches first.
 #pragma once
 
-#include "moe/platform.cuh"
+#include "moe/cuda/platform.cuh"
 
 namespace moe {
 

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "moe/vector.cuh"
+#include "moe/cuda/vector.cuh"
 
 namespace moe {
 

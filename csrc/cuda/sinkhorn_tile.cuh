@@ -4,12 +4,12 @@
 
 #include <cmath>
 
-#include "moe/cooling.h"
-#include "moe/dtypes.h"
-#include "moe/rows.cuh"
-#include "moe/shared.cuh"
-#include "moe/special.cuh"
-#include "moe/warp.cuh"
+#include "moe/common/cooling.h"
+#include "moe/common/dtypes.h"
+#include "moe/cuda/rows.cuh"
+#include "moe/cuda/shared.cuh"
+#include "moe/cuda/special.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 namespace {
