@@ -182,17 +182,16 @@ def executor() -> Iterator[Any]:
     Raises:
         NoExecutor: no tests/ptx here, no Triton, Triton imported with TRITON_INTERPRET=1, or no nvcc.
     """
-    tests = ledger.ROOT / "tests"
-    if not (tests / "ptx" / "executor").is_dir():
+    if not (ledger.ROOT / "tests" / "ptx" / "executor").is_dir():
         raise NoExecutor("counting runs compiled PTX on the executor in tests/ptx: it needs a checkout of the sources")
     if importlib.util.find_spec("triton") is None:
         raise NoExecutor("counting runs compiled PTX, but Triton is not installed")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise NoExecutor("counting runs compiled PTX, but Triton was imported with TRITON_INTERPRET=1: set it to 0")
     os.environ["TRITON_INTERPRET"] = "0"
-    if str(tests) not in sys.path:
-        sys.path.insert(0, str(tests))
-    from ptx import cuda_launch, session, triton_launch
+    if str(ledger.ROOT) not in sys.path:
+        sys.path.insert(0, str(ledger.ROOT))
+    from tests.ptx import cuda_launch, session, triton_launch
 
     if cuda_launch.unavailable():
         raise NoExecutor(f"counting compiles csrc/cuda: {cuda_launch.unavailable()}")
@@ -227,7 +226,7 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
 
 
 def _launch(result: Any) -> dict[str, Any]:
-    from ptx import counters
+    from tests.ptx import counters
 
     found = counters.count(result)
     kept = ("warp_instructions", "instructions", "sectors", "ideal_sectors", "bytes_read", "bytes_written", "barriers")

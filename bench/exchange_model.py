@@ -1,7 +1,7 @@
 """Predicts the cost of experts across processes: bytes that ranks send, and the time of a layer for given links.
 
-If the number of rows from each rank to each other rank is known, the bytes are exact: tests/ranks/traffic.py compares
-them with the bytes that the collectives send.
+If the number of rows from each rank to each other rank is known, the bytes are exact:
+tests/helpers/ranks/traffic.py compares them with the bytes that the collectives send.
 
 Assumptions of the times:
     * every rank has T tokens with K choices each, so T K rows; the experts' shares of them are uniform or follow Zipf's

@@ -23,5 +23,5 @@ The following raise a `PtxError` that names the kernel, PTX line, source line, b
 * a barrier that some warps or lanes never reach; more instructions than `step_limit` (machine.Settings).
 
 text.py parses PTX; decode.py, forms.py and forms_sm90.py turn it into records; executor/ (C++, built once) executes the
-records; machine.py calls the executor. `python -m ptx` prints the counters of an operation's kernels.
+records; machine.py calls the executor. `python -m tests.ptx` prints the counters of an operation's kernels.
 """

@@ -1,8 +1,8 @@
 """Counters of an operation's kernels on one shape, from their executed PTX.
 
-    PYTHONPATH=tests python -m ptx kwta --backend triton --dtype bf16 --shape "R=64 N=4096 p=0.1"
-    PYTHONPATH=tests python -m ptx grouped_gemm --backend cuda --dtype fp16 --lines
-    PYTHONPATH=tests python -m ptx --update      # writes tests/ptx_counters.json
+    python -m tests.ptx kwta --backend triton --dtype bf16 --shape "R=64 N=4096 p=0.1"
+    python -m tests.ptx grouped_gemm --backend cuda --dtype fp16 --lines
+    python -m tests.ptx --update      # writes tests/machine/ptx_counters.json
 
 Operations and names of sizes are those of bench.registry. Sizes that --shape does not give are small.
 """
@@ -17,9 +17,9 @@ from .calls import DTYPES, call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ptx", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.ptx", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("op", nargs="?")
-    parser.add_argument("--update", action="store_true", help="write tests/ptx_counters.json again")
+    parser.add_argument("--update", action="store_true", help="write tests/machine/ptx_counters.json again")
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--shape", default="", help='such as "R=64 N=4096 p=0.1"')

@@ -8,7 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
-from simt.build import build_once, compiler, digest, run
+from tests.simt.build import build_once, compiler, digest, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import simt
-from simt import toolkit
-from simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
+from tests import simt
+from tests.simt import toolkit
+from tests.simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
 
 from . import machine
 from .build import ROOT, cache_folder
@@ -26,7 +26,7 @@ from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
-# NVCCFLAGS of setup.py; tests/test_build.py compares them.
+# NVCCFLAGS of setup.py; tests/repo/test_build.py compares them.
 PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 HERE = Path(__file__).resolve().parent
 

@@ -1,7 +1,7 @@
-"""The table tests/ptx_counters.json: counters of the calls in CASES. tests/test_ptx_counters.py fails if a counter
-exceeds its number in the table by more than 1 % plus 4.
+"""The table tests/machine/ptx_counters.json: counters of the calls in CASES. tests/machine/test_ptx_counters.py fails
+if a counter exceeds its number in the table by more than 1 % plus 4.
 
-After an intended increase:  PYTHONPATH=tests python -m ptx --update
+After an intended increase:  python -m tests.ptx --update
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from simt import toolkit
+from tests.simt import toolkit
 
 from . import counters
 from .calls import call
 
-TABLE = Path(__file__).resolve().parents[1] / "ptx_counters.json"
+TABLE = Path(__file__).resolve().parents[1] / "machine" / "ptx_counters.json"
 
 # (operation, shape, direction, dtypes)
 CASES = [

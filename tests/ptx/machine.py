@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from simt.extents import merged
+
+from tests.simt.extents import merged
 
 from . import build, decode, records
 from .decode import Kernel
@@ -64,7 +65,7 @@ _DECODER = ("text.py", "forms.py", "forms_sm90.py")
 @functools.cache
 def _decoder_digest() -> str:
     sources = (Path(each.__file__ or "").read_text() for each in (decode, records))
-    return build.digest(*sources, *((build.HERE / name).read_text() for name in _DECODER), *operations())
+    return build.digest(__name__, *sources, *((build.HERE / name).read_text() for name in _DECODER), *operations())
 
 
 def kernel(text: str, name: str, keep: bool = True) -> Kernel:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from simt.build import lock
+
+from tests.simt.build import lock
 
 from . import build, machine
 from .decode import Kernel

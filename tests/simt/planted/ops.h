@@ -1,4 +1,4 @@
-// For tests/test_simt.py: the launcher of a kernel into which the argument `bug` puts a bug.
+// For tests/machine/test_simt.py: the launcher of a kernel into which the argument `bug` puts a bug.
 #pragma once
 
 #include <driver_types.h>

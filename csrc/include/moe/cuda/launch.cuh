@@ -11,7 +11,7 @@
 namespace moe {
 
 // Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. A kernel
-// has at most kStaticSharedBytes of static shared memory, as tests/test_machine_code_cuda.py checks.
+// has at most kStaticSharedBytes of static shared memory, as tests/machine/test_machine_code_cuda.py checks.
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
 // The most bytes of shared memory, static and dynamic together, that a block can have on the current device.

@@ -1,0 +1,165 @@
+"""Times and profiles of python -m bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.planted import plant
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+from bench import compare, ledger, measure, profile, registry, timing
+from bench.runs import Run
+from moe_kernels.verify import threads
+from tests.helpers.bench import ROW, run
+
+JOBS = [
+    measure.Job("kwta", {"R": 512, "N": 512, "p": 0.5}, torch.float32, direction, "cpu", 1, ("cpu",))
+    for direction in ("forward", "backward")
+]
+
+
+def measured(out: Path) -> Run:
+    run = Run(out, measure.Request(), 0.2)
+    run.rows, run.limits = {ROW: {}}, measure.ceilings(JOBS)
+    for each in measure.run(JOBS, run.limits, 0.2):
+        run.found.add(each)
+    run.write()
+    return run
+
+
+def repeated(kernel: Callable[..., object], *args: object) -> object:
+    for _ in range(7):  # fewer extra calls might not show on a busy machine
+        kernel(*args)
+    return kernel(*args)
+
+
+def delayed(kernel: Callable[..., object], *args: object) -> object:
+    time.sleep(2e-3)
+    return kernel(*args)
+
+
+@pytest.mark.parametrize("slower", [repeated, delayed])
+def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
+    before = measured(tmp_path)
+    plant(monkeypatch, "kwta_fwd", slower)
+    after = measured(tmp_path)
+    worst = compare.changes(before.result(), after.result())[0]
+    assert worst.figure[3] == "forward"
+    assert worst.slowdown > 1.5
+    paths = [before.path, after.path]
+    done = run("compare", *paths, "--tolerance", 0.5)
+    assert done.exit_code == 1, done.output
+
+
+def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
+    """Measures the call with time.thread_time. One agreement in ten tries is enough, as the machine may be busy."""
+    entry, job = registry.ENTRIES["kwta"], JOBS[0]
+    inputs = entry.inputs(job.shape, job.dtype, "cpu")
+    call = entry.kernel("cpu")["forward"]
+
+    def by_thread_time() -> float:
+        taken = []
+        for _ in range(100):
+            start = time.thread_time()
+            call(inputs)
+            taken.append(time.thread_time() - start)
+        return statistics.median(taken)
+
+    with threads(1):
+        for _ in range(10):
+            sample, other = timing.time_cpu({"call": lambda: call(inputs)}, 0.2)["call"], by_thread_time()
+            if 0.9 * sample.low <= other <= 1.1 * sample.high:
+                return
+    pytest.fail(f"thread_time says {other}, the bench {sample}")
+
+
+def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    slow = f"import sys; sys.path.insert(0, {str(ledger.ROOT)!r})\nfrom moe_kernels.backends import cpu\n"
+    slow += "kernel = cpu.kwta_fwd\ncpu.kwta_fwd = lambda *args: [kernel(*args) for _ in range(8)][0]\n"
+    (tmp_path / "slowed.py").write_text(slow)
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/test_regression.py"]
+    program += ["-k", "kwta-cpu-forward", f"--benchmark-storage={tmp_path / 'saved'}"]
+    # pytest-benchmark measures nothing if it finds xdist's variables.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {**inherited, "PYTHONPATH": str(tmp_path), "MOE_KERNELS_BACKEND": "cpu"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*program, *more], cwd=ledger.ROOT, env=environment, capture_output=True, text=True)
+
+    saved = run("--benchmark-autosave")
+    assert saved.returncode == 0, saved.stdout
+    compared = run("-p", "slowed", "--benchmark-compare", "--benchmark-compare-fail=median:100%")
+    assert compared.returncode != 0, compared.stdout
+    lines = (compared.stdout + compared.stderr).split("Performance has regressed", 1)[1]
+    assert "kwta-cpu-forward" in lines
+    (path,) = (tmp_path / "saved").glob("*/*.json")
+    ratios = {
+        each["params"]["direction"]: each["stats"]["median"] for each in json.loads(path.read_text())["benchmarks"]
+    }
+    assert 0 < ratios["forward"] < 1  # in units of PyTorch's own time
+
+
+def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # filling takes as long as kWTA
+    job = replace(JOBS[0], shape={"R": 4096, "N": 512, "p": 0.5})  # long compared with interruptions
+    found = profile.profile(job, tmp_path, 0.01)
+    assert found.lines[0].name == "moe_kernels::kwta_fwd"
+    assert found.lines[0].share > 0.5
+    assert sum(line.us for line in found.lines) == pytest.approx(found.us)
+    assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
+    assert json.loads(found.trace.read_text())["traceEvents"]
+    assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
+
+
+def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
+    kinds = torch.autograd.DeviceType
+    events = [
+        SimpleNamespace(key="aten::mm", count=10, device_type=kinds.CPU, self_device_time_total=90.0),
+        SimpleNamespace(key="sm90_gemm", count=20, device_type=kinds.CUDA, self_device_time_total=90.0),
+        SimpleNamespace(key="nothing", count=10, device_type=kinds.CUDA, self_device_time_total=0.0),
+    ]
+    assert profile._own_times(events, True) == [("sm90_gemm", 2.0, 9.0)]
+
+
+def test_nsight_compute_profiles_the_call_without_its_inputs_at_free_clocks(monkeypatch, tmp_path: Path) -> None:
+    program = tmp_path / "ncu"
+    wanted = '*"--clock-control none --profile-from-start off"*--no-tools*'
+    program.write_text(f'#!/bin/sh\ncase "$*" in {wanted}) exit 0;; esac; exit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(profile, "_proton", lambda *args: "not run")
+    found = profile.tools(replace(JOBS[0], device="cuda"), ["--op=kwta"], tmp_path)
+    assert found["Nsight Compute"] == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
+
+
+def test_profile_explains_wrong_options() -> None:
+    for arguments, reason in (
+        (["--op", "nonsense"], "nonsense"),
+        (["--op", "make_plan", "--direction", "training"], "forward"),
+        (["--op", "kwta", "--shape", "99"], "shapes"),
+    ):
+        done = run("profile", *arguments)
+        assert done.exit_code == 2
+        assert reason in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this would measure for ten minutes")
+def test_the_gpu_command_fails_without_a_gpu() -> None:
+    done = run("gpu")
+    assert done.exit_code == 2
+    assert "No GPU" in done.output

@@ -1,0 +1,263 @@
+"""Layers whose experts are split over ranks; most checks compare them with one process, up to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import nn as mnn
+from moe_kernels.nn.parallel import ExpertParallel
+from tests.helpers.ranks.exact import D, E, H, Model, T, full, mean_square, mesh_of_all, mlp, tokens
+
+
+def same(
+    layer: nn.Module,
+    ids: Tensor | None = None,
+    *,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+    capacity: int | None = None,
+) -> tuple[nn.Module, nn.Module]:
+    """Compares outputs, dx and averaged gradients of the ranks with one process that has all tokens.
+
+    prepare: is called with each model before its step. capacity: of ExpertParallel. Returns the model of one process
+    and that of the ranks.
+    """
+    mesh, x = mesh_of_all(), tokens()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    one = copy.deepcopy(Model(layer))
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel(capacity)})
+    results = []
+    for each, part in ((one, slice(None)), (model, slice(rank * T // ranks, (rank + 1) * T // ranks))):
+        prepare(each)
+        torch.manual_seed(2)
+        given = x[part].clone().requires_grad_()
+        y = each(given, None if ids is None else ids[part])
+        mean_square(y).backward()
+        results.append((y.detach(), given.grad))
+    (y, dx), (y_own, dx_own) = results
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(y_own, y.chunk(ranks)[rank], **close)
+    torch.testing.assert_close(dx_own / ranks, dx.chunk(ranks)[rank], **close)
+    for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is None:
+            continue
+        grad = full(a.grad)
+        if ".experts." not in name:
+            dist.all_reduce(grad.div_(ranks))
+        torch.testing.assert_close(grad, b.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+    return one, model
+
+
+def experts(**options: Any) -> mnn.ExpertMLP:
+    return mnn.ExpertMLP(E, D, H, **options)
+
+
+def tree_gate() -> None:
+    layer = mnn.MoE(mnn.TreeGate(D, E, 2, gamma=0.5), experts(), mnn.NonzeroWeights())
+    torch.nn.init.uniform_(layer.gate.split_weight, -1, 1)
+    _, model = same(layer)
+    out = model.layer(tokens())
+    assert 0 < out.plan.kept.sum() < T * E
+
+
+def several_gates() -> None:
+    gates = [mnn.TopKGate(D, E, 2), mnn.TreeGate(D, E, 1, gamma=0.5)]
+    same(mnn.MultiGateMoE(gates, mnn.ExpertLayer(E, D, D)))
+
+
+def local_search() -> None:
+    """Training permutes gate weights by a soft matrix, evaluation by a permutation that is the same on all ranks."""
+    layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
+    one, model = same(layer)
+    one.zero_grad()
+    _, model = same(one.layer.eval())
+    source = model.layer.search.source.clone()
+    assert not torch.equal(source, torch.arange(E))
+    dist.broadcast(source, 0)
+    assert torch.equal(source, model.layer.search.source)
+
+
+def competition() -> None:
+    for through in (True, False):
+        mlps = experts(activation="relu")
+        gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
+        layer = mnn.MoE(gate, mlps)
+        one, model = same(layer)
+        out, expected = model.layer(tokens()), one.layer(tokens())
+        assert torch.equal(out.plan.slot_expert, expected.plan.slot_expert)
+        for capacity in (None, T):
+            same(layer, capacity=capacity)
+
+
+def norms_of_uneven_batches() -> None:
+    """Ranks have different numbers of tokens; rank 0 has none."""
+    mlps = experts(activation="relu")
+    x = tokens()
+    expected = mlps.norms(x)
+    parallelize_module(mlps, mesh_of_all()["ep"], ExpertParallel())
+    rank = dist.get_rank()
+    ends = [0, 0, 17, 30, T][: dist.get_world_size() + 1]
+    own = slice(ends[rank], ends[rank + 1])
+    torch.testing.assert_close(mlps.norms(x[own]), expected[own], rtol=1e-5, atol=1e-6)
+
+
+def ensemble() -> None:
+    ids = torch.arange(T) % 2
+    same(mnn.MoE(mnn.EnsembleGate(D, E, 2, members=2), experts()), ids)
+
+
+def thor() -> None:
+    """In training each rank draws one expert for its batch; with equal seeds all ranks draw the same expert."""
+    same(mnn.MoE(mnn.RandomGate(E), experts()))
+
+
+def hash_gate() -> None:
+    ids = torch.arange(T) * 7 % 31
+    same(mnn.MoE(mnn.HashGate(31, E, frequencies=torch.arange(31)), experts()), ids)
+
+
+def pass_through() -> None:
+    same(mnn.MoE(mnn.StableGate(D, E, 31), experts(), pass_through=True), torch.arange(T) % 31)
+
+
+def activation_checkpointing() -> None:
+    def prepare(model: nn.Module) -> None:
+        inner = model.layer.forward
+        model.layer.forward = lambda *given: checkpoint(inner, *given, use_reentrant=False)
+
+    for capacity in (None, T):
+        same(mlp()(None), prepare=prepare, capacity=capacity)
+
+
+def checkpointed_ties() -> None:
+    """All logits are equal, and the recomputed forward pass must choose the same experts again."""
+    layer = mlp()(mnn.TokenChoice(1.0))
+    torch.nn.init.zeros_(layer.gate.linear.weight)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
+    plain = copy.deepcopy(layer)
+    x = tokens(T // 2).requires_grad_()
+    checkpoint(layer, x, use_reentrant=False).y.sum().backward()
+    dx, x.grad = x.grad, None
+    plain(x).y.sum().backward()
+    assert torch.equal(dx, x.grad)
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(a.grad), full(b.grad))
+
+
+def autocast() -> None:
+    mesh, x = mesh_of_all(), tokens()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    one = mlp()(mnn.TokenChoice(group=T // ranks))
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh["ep"], {"experts": ExpertParallel()})
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, y = one(x).y, model(x.chunk(ranks)[rank]).y
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected.chunk(ranks)[rank], rtol=2e-2, atol=2e-2)
+    expected.float().square().mean().backward()
+    y.float().square().mean().backward()
+    for a, b in zip(model.experts.parameters(), one.experts.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(full(a.grad), b.grad, rtol=5e-2, atol=1e-3)
+
+
+def uneven_batches() -> None:
+    """Ranks have different numbers of tokens; rank 0 has none. The loss is a sum over tokens."""
+    x, rank, ranks = tokens(), dist.get_rank(), dist.get_world_size()
+    ends = [0, 0, 17, 30, T][: ranks + 1]
+    layer = mlp()(None)
+    for capacity in (None, T):
+        one, model = copy.deepcopy(layer), copy.deepcopy(layer)
+        parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
+        own = slice(ends[rank], ends[rank + 1])
+        expected, y = one(x[: ends[-1]]).y, model(x[own]).y
+        torch.testing.assert_close(y, expected[own], rtol=1e-5, atol=1e-6)
+        expected.square().sum().backward()
+        y.square().sum().backward()
+        for a, b in zip(model.experts.parameters(), one.experts.parameters(), strict=True):
+            torch.testing.assert_close(ranks * full(a.grad), b.grad, rtol=1e-4, atol=1e-5)
+
+
+def dropout() -> None:
+    """Dropout runs after combine, on the token's rank, so the number of received rows does not change what it drops."""
+    for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
+        model = copy.deepcopy(layer)
+        parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
+        x = tokens(T if dist.get_rank() else T // 2)
+        torch.manual_seed(3)
+        y = model(x).y
+        torch.manual_seed(3)
+        torch.testing.assert_close(y, layer(x).y, rtol=1e-5, atol=1e-6)
+
+
+def frozen_experts() -> None:
+    layer = mlp()(None)
+    layer.experts.requires_grad_(False)
+    same(layer)
+
+
+def balance_over_ranks() -> None:
+    """With a process group a rank gets the loss of all tokens. Gradients are `ranks` times as large: DDP averages."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    generator = torch.Generator().manual_seed(4)
+    every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
+    losses = (
+        lambda x, noise, group: mnn.importance_loss(x.softmax(-1), group),
+        lambda x, noise, group: mnn.load_loss(x, x + noise / E, 2, 1 / E, group),
+        lambda x, noise, group: mnn.balance_loss(
+            x.softmax(-1), (x.argmax(-1)[:, None] == torch.arange(E)).sum(0), group
+        ),
+    )
+    for loss in losses:
+        own = every.chunk(ranks)[rank].clone().requires_grad_()
+        all_of_them = every.clone().requires_grad_()
+        expected, found = loss(all_of_them, noise, None), loss(own, noise.chunk(ranks)[rank], group)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(own.grad / ranks, all_of_them.grad.chunk(ranks)[rank], rtol=1e-4, atol=1e-7)
+    gate = {"balance": 0.5, "importance": 0.25}
+    torch.manual_seed(5)
+    one = mnn.TopKGate(D, E, 2, **gate)
+    part = mnn.TopKGate(D, E, 2, **gate, reduce=group)
+    part.load_state_dict(one.state_dict())
+    expected, found = one(tokens()).losses, part(tokens().chunk(ranks)[rank]).losses
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def compiled() -> None:
+    """With a static capacity the layer is one graph."""
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch._inductor
+
+
+def compiled_around_the_exchange() -> None:
+    """Without a static capacity the graph breaks once, at the exchange of rows."""
+    from torch._dynamo.utils import counters
+
+    _compiled(None, "eager")
+    (reason,) = counters["graph_break"]
+    assert "the host waits for the split sizes" in reason
+
+
+def _compiled(capacity: int | None, backend: str) -> None:
+    x, layer = tokens(), mlp()(None)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
+    forward = torch.compile(lambda x: layer(x).y, backend=backend, fullgraph=capacity is not None)
+    expected = layer(x).y
+    expected.square().sum().backward()
+    grads = [full(each.grad).clone() for each in layer.parameters()]
+    layer.zero_grad()
+    y = forward(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    for each, grad in zip(layer.parameters(), grads, strict=True):
+        torch.testing.assert_close(full(each.grad), grad, rtol=1e-5, atol=1e-5)

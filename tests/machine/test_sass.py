@@ -1,0 +1,47 @@
+"""The longest innermost loop of machine code, found in listings with known loops."""
+
+from __future__ import annotations
+
+from tests.helpers import sass
+
+
+def listing(*lines: str) -> list[sass.Instruction]:
+    return sass.instructions(
+        "\n".join(f"        /*{16 * k:04x}*/    {line} ;   /* 0x00 */" for k, line in enumerate(lines))
+    )
+
+
+NESTED = (
+    "MOV R1, c[0x0][0x28]",
+    "IADD3 R2, R2, 0x1, RZ",  # 0x10: outer loop
+    "FADD R3, R3, R2",  # 0x20: inner loop of 3 instructions
+    "ISETP.NE.AND P0, PT, R3, RZ, PT",
+    "@P0 BRA 0x20",
+    "FMUL R4, R4, R4",  # 0x50: inner loop of 4 instructions
+    "FMUL R5, R5, R5",
+    "BRA.DIV ~URZ, 0xb0",
+    "@!P1 BRA P2, 0x50",
+    "@P1 BRA 0x10",
+    "EXIT",
+    "WARPSYNC 0xffffffff",  # 0xb0: behind the kernel's end, but part of the loop at 0x50
+    "BRA 0x80",
+    "BRA 0xd0",  # padding
+)
+
+
+def test_the_longest_innermost_loop():
+    assert sass.hot_loop(listing(*NESTED[:6], "EXIT")) == 3
+    assert sass.hot_loop(listing(*NESTED)) == 6  # with the two instructions behind the end
+
+
+def test_code_without_loops():
+    assert (
+        sass.hot_loop(listing("@P0 EXIT", "BRA.DIV ~URZ, 0x40", "STG.E [R2], R1", "EXIT", "BRA 0x20", "BRA 0x50")) == 0
+    )
+
+
+def test_every_block_of_a_loop_counts():
+    branches = ("NOP", "@P0 BRA 0x40", "FADD R1, R1, R1", "BRA 0x50", "FMUL R1, R1, R1", "@P1 BRA 0x10", "EXIT")
+    assert sass.hot_loop(listing(*branches)) == 5
+    twice = ("NOP", *["FADD R1, R1, R1"] * 8, "@P1 BRA 0x10", "EXIT")
+    assert sass.hot_loop(listing(*twice)) == 9

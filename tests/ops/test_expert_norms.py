@@ -1,0 +1,203 @@
+"""expert_norms: values and gradients against norms of all outputs (T, E, Dout) in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels.backends.native import grouped_gemm_cpu
+from tests.helpers.expert_norms import dense, leaves_of
+from tests.helpers.grouped_gemm import DTYPES, finest, judged, results, skip_unsupported
+from tests.helpers.inputs import behind_one, each_alone
+from tests.helpers.targets import INTERPRET, Target
+
+OP = "expert_norms"
+
+
+# tokens, experts, dim, hidden, dout
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
+FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
+CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
+# The only cases that Triton runs without a GPU, to save compilations.
+COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
+COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
+
+
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
+def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, dtype):
+    skip_unsupported(target, dtype, OP)
+    if target.compiles and (activation, with_bias, dtype) not in COMPILED:
+        pytest.skip("Triton runs this form in another dtype, to save compilations")
+    leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
+    call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
+    # floor: an epsilon for rounding results, one for rounding hidden layers and intermediate gradients.
+    judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
+def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch):
+    """tiles: as if the CPU had AMX."""
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    monkeypatch.setattr(grouped_gemm_cpu, "_in_tiles", lambda dtype: tiles and dtype is torch.bfloat16)
+    test_values_and_gradients_are_the_dense_ones(Target("cpu", "cpu", "cpu"), activation, with_bias, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
+    """If tensors of all experts are too large, GPU backends compute experts in groups: here of two, the last of one."""
+    skip_unsupported(target, dtype, OP)
+    if target.compiles and dtype == torch.float32:
+        pytest.skip("Triton tests groups in bfloat16 only, to save compilations")
+    leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
+    grad = torch.randn(SIZES[:2]).to(dtype)
+    call = partial(mk.expert_norms, backend=target.backend)
+    whole = results(call, leaves, grad)
+    monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * max(SIZES[2:]))
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for name, each in results(call, leaves, grad).items():
+        exact = name != "x"  # the gradient to x is a sum over groups, and each term is rounded
+        torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
+
+
+def test_biases_that_start_anywhere(target):
+    if target.backend == "triton":
+        pytest.skip("Triton itself specialises kernels by alignment")
+    leaves = leaves_of(finest(target), target.device, "gelu", 9, 3, 16, 24, 16)
+    moved = leaves | {name: behind_one(leaves[name]) for name in ("b_in", "b_out")}
+    got, expected = (mk.expert_norms(**each, activation="gelu", backend=target.backend) for each in (moved, leaves))
+    torch.testing.assert_close(got, expected)
+
+
+def test_each_gradient_alone_is_the_same(target):
+    dtype = DTYPES[1]
+    skip_unsupported(target, dtype, OP)
+    leaves, grad = leaves_of(dtype, target.device, "gelu", *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
+    call = partial(mk.expert_norms, backend=target.backend, activation="gelu")
+    together = results(call, leaves, grad)
+    for name, each in each_alone(call, leaves, grad).items():
+        torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
+
+
+def test_the_gradient_at_zero_is_zero(target):
+    dtype = torch.bfloat16
+    leaves = leaves_of(dtype, target.device, "relu", 6, 2, 8, 8, 4, with_bias=False)
+    leaves["x"][2] = 0  # without biases both norms of token 2 are 0
+    got = results(partial(mk.expert_norms, backend=target.backend), leaves, torch.ones(6, 2))
+    assert not got["out"][2].any()
+    assert not got["x"][2].any()
+    assert all(each.isfinite().all() for each in got.values())
+    leaves["x"][3] = math.nan
+    s = mk.expert_norms(backend=target.backend, **leaves)
+    assert s.isnan().any(1).tolist() == [False, False, False, True, False, False]
+
+
+def test_a_norm_whose_squares_are_too_small_is_zero(target):
+    """Each expert has a single output, 6e-29, whose square is 0 in float32."""
+    leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
+    leaves = {name: each.to(target.device, torch.bfloat16) for name, each in leaves.items()}
+    grad = torch.ones(2, 2, device=target.device)
+    for backend in (target.backend, "reference"):
+        got = results(partial(mk.expert_norms, backend=backend), leaves, grad)
+        assert not any(each.any() for each in got.values())
+
+
+def test_an_infinite_output_has_an_infinite_norm(target):
+    """Kernels may pad w_out with columns of zeros. Infinity times zero is NaN, which must not reach the norm."""
+    x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 10)
+    b_in = torch.zeros(2, 8)
+    b_in[1, 5] = math.inf
+    given = (each.to(target.device, torch.bfloat16) for each in (x, w_in, w_out, b_in))
+    x, w_in, w_out, b_in = given
+    s = mk.expert_norms(x, w_in, w_out, b_in=b_in, activation="relu", backend=target.backend)
+    assert s[:, 0].isfinite().all()
+    assert s[:, 1].isposinf().all()
+
+
+def test_small_float16_outputs_have_finite_gradients(target):
+    """1 / norm is larger than any float16 number; the gradients are not."""
+    skip_unsupported(target, torch.float16, OP)
+    leaves = {"x": torch.ones(2, 8), "w_in": torch.full((1, 8, 8), 0.125), "w_out": torch.full((1, 8, 8), 2.0**-22)}
+    leaves = {name: each.to(target.device, torch.float16) for name, each in leaves.items()}
+    got, expected = (
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(2, 1))
+        for backend in (target.backend, "reference")
+    )
+    for name in ("out", "w_out"):
+        torch.testing.assert_close(got[name], expected[name], rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_gradients_of_experts_are_added_up_in_float32(backend):
+    """The gradients to x through the five experts are 1 and four times 2^-9. Their sum is 1 + 2^-7, but added one by
+    one in bfloat16 they would give 1."""
+    x, w_in = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True), torch.full((5, 1, 1), 2.0**-9).bfloat16()
+    w_in[0] = 1
+    s = mk.expert_norms(x, w_in, torch.ones_like(w_in), backend=backend)
+    assert torch.autograd.grad(s.sum(), x)[0].item() == 1 + 2.0**-7
+
+
+def test_the_outputs_are_never_stored():
+    tokens, experts, dim = 4096, 16, 352
+    leaves = leaves_of(torch.float32, "cpu", "relu", tokens, experts, dim, dim, dim)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        s = mk.expert_norms(backend="cpu", **leaves)
+    peak = now = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert 4 * s.numel() <= peak < 4 * tokens * experts * dim / 5
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("activation", ["tanh", "geglu", None])
+def test_derivatives_in_float64(backend, activation):
+    leaves = leaves_of(torch.float64, "cpu", activation, 4, 3, 2, 3, 2)
+    names = list(leaves)
+
+    def call(*given):
+        return mk.expert_norms(activation=activation, backend=backend, **dict(zip(names, given, strict=True)))
+
+    assert torch.autograd.gradcheck(call, [each.requires_grad_() for each in leaves.values()])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 3, 4, 5), (3, 0, 3, 4, 5), (3, 2, 3, 4, 0), (3, 2, 0, 4, 5), (3, 1, 1, 1, 1)], ids=str
+)
+def test_empty_and_thin(sizes):
+    leaves = leaves_of(torch.float32, "cpu", "relu", *sizes)
+    got, expected = (
+        results(partial(mk.expert_norms, backend=backend), leaves, torch.ones(sizes[:2]))
+        for backend in ("cpu", "reference")
+    )
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+def test_flops_are_counted():
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    with FlopCounterMode(display=False) as counter:
+        mk.expert_norms(
+            backend="cpu", **{name: each.requires_grad_() for name, each in leaves.items()}
+        ).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 7 * 3 * (8 * 6 + 6 * 5)
+
+
+def test_bad_input_is_named():
+    good = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    for change, error, words in (
+        ({"x": good["x"][0]}, ValueError, r"x must be \(T, D\)"),
+        ({"w_in": good["w_in"][:, 1:]}, ValueError, r"w_in must be \(E, D, H\) = \(3, 8, 6\)"),
+        ({"w_out": good["w_out"][1:]}, ValueError, r"w_out must be \(E, H, Dout\) = \(3, 6, 5\)"),
+        ({"activation": "softmax"}, ValueError, "activation must be None or one of"),
+    ):
+        for backend in ("cpu", "reference"):
+            with pytest.raises(error, match=f"^expert_norms: {words}"):
+                mk.expert_norms(backend=backend, **{**good, **change})

@@ -1,0 +1,101 @@
+"""kwta (k-winner-take-all) of rows that start or end inside a 16-byte vector."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import moe_kernels as mk
+from tests.helpers.kwta import DTYPES, TIES, same_bits, special
+from tests.helpers.targets import Target
+
+ROWS = 9  # contiguous rows of odd length start at every offset in a vector
+# Lengths of rows. A 16-byte vector has 4 elements of float32, 8 of a 16-bit dtype; a word of the packed mask has 32.
+SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
+LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
+
+
+def rows_of(n: int) -> torch.Tensor:
+    kinds = (torch.randn, lambda n: torch.randint(-2, 3, (n,)).float(), special, lambda n: torch.full((n,), 0.3))
+    return torch.stack([kinds[r % len(kinds)](n) for r in range(ROWS)])
+
+
+def placed(x: torch.Tensor, offset: int, gap: int) -> torch.Tensor:
+    """x with its first row `offset` elements behind the start of its memory, and `gap` NaN behind each row."""
+    stride = x.shape[1] + gap
+    memory = x.new_full((offset + len(x) * stride,), math.nan)
+    view = memory.as_strided(x.shape, (stride, 1), offset)
+    view.copy_(x)
+    return view
+
+
+def check(target: Target, x: torch.Tensor, k: int, ties: str, values: torch.Tensor, grad: torch.Tensor) -> None:
+    mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
+    assert torch.equal(mk.kwta_mask(x, k, ties=ties, backend=target.backend), mask)
+    expected_y, expected_bits = mk.kwta_bits(x, k, ties=ties, backend="reference")
+    y, bits = mk.kwta_bits(x, k, ties=ties, backend=target.backend)
+    assert same_bits(y, expected_y)
+    assert torch.equal(bits, expected_bits)
+    assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), torch.where(mask, values, 0))
+    assert same_bits(mk.kwta_apply(grad, bits, backend=target.backend), torch.where(mask, grad, 0))
+
+
+PLACES = {  # (offset, gap) of x, of values and of the gradient
+    "one behind another": ((0, 0), (0, 0), (0, 0)),
+    "behind an offset": ((3, 0), (3, 0), (3, 0)),
+    "apart by vectors": ((0, 8), (8, 16), (0, 8)),
+    "each tensor otherwise": ((1, 1), (6, 0), (5, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
+        pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
+    if target.compiles:
+        if dtype == torch.float16:
+            pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
+        sizes = sizes[list(PLACES).index(place) % 2 :: 2]
+    for n in sizes:
+        ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
+        ties = TIES[n % 3] if n in ruled else "index"
+        parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
+        x, values, grad = (
+            placed(part.to(dtype), *where).to(target.device) for part, where in zip(parts, PLACES[place], strict=True)
+        )
+        for k in {n // 3, n - 1}:
+            check(target, x, k, ties, values, grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [13, 29, 45, 4095])
+def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
+    if target.compiles and dtype == torch.float16 and n != 45:
+        pytest.skip("Triton's float16 code differs from bfloat16 only in how it converts elements")
+    x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
+    x[1::2, n // 2] = 0.25
+    for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
+        expected = torch.zeros(ROWS, n, dtype=torch.bool, device=target.device)
+        expected[:, :k] = True
+        if k > n // 2:
+            expected[1::2, n // 2] = False
+            expected[1::2, k] = True
+        assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected), k
+        assert torch.equal(mk.kwta_bits(x, k, backend=target.backend)[0], torch.where(expected, x, 0)), k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [300, 20001])
+def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
+    """Kernels may take another path for a row with NaN. The results of other rows must not change."""
+    x = torch.randn(5, n).to(dtype).to(target.device)
+    x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
+    for k in (1, n // 2):
+        mask = mk.kwta_mask(x, k, backend="reference")
+        y, bits = mk.kwta_bits(x, k, backend=target.backend)
+        assert same_bits(y, torch.where(mask, x, 0))
+        assert same_bits(mk.kwta_apply(x, bits, backend=target.backend), y)

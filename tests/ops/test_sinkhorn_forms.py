@@ -1,0 +1,59 @@
+"""Sinkhorn's Triton and CUDA kernels as tests/ptx executes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_kernels as mk
+from tests.helpers.sinkhorn import oracle
+from tests.helpers.targets import HAS_GPU, INTERPRET, TARGETS, reason_to_skip, running
+from tests.ptx import counters, session
+from tests.ptx.calls import call
+
+pytestmark = pytest.mark.skipif(HAS_GPU or INTERPRET, reason="counts need PTX executed on the CPU")
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    target = next(each for each in TARGETS if each.backend == request.param)
+    if reason := reason_to_skip(target, "sinkhorn"):
+        pytest.skip(reason)
+    with running(target):
+        yield request.param
+
+
+def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Kernel -> executed warp instructions, for kernels that scale exp(scores / tau) and for those with logarithms."""
+    scaled, logarithmic = {}, {}
+    for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
+        counted = counters.count(result)
+        found = logarithmic if "log" in counted["kernel"] or "resident" in counted["kernel"] else scaled
+        found[counted["kernel"]] = found.get(counted["kernel"], 0) + counted["warp_instructions"]
+    return scaled, logarithmic
+
+
+@pytest.mark.parametrize("n", [4, 16])
+def test_each_matrix_is_worked_on_by_one_form(backend, n):
+    """At tau = 1 the kernels that scale solve all matrices and the others return early; at tau = 1e-4 the reverse."""
+    tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
+    assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
+    assert 20 * sum(tame[1].values()) < sum(tame[0].values())
+    assert 5 * sum(wild[0].values()) < sum(wild[1].values())
+
+
+def test_a_solve_that_changes_nothing_ends(backend):
+    some, many = (executed(backend, f"B=2 n=16 R={iterations} tau=1.0")[0] for iterations in (40, 400))
+    for kernel, count in many.items():
+        assert count < 1.5 * some[kernel], kernel
+
+
+def test_any_order_and_any_error_of_approximate_instructions(backend):
+    """The seed draws the order of warps and the errors of approximate instructions."""
+    scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
+    for seed in range(1, 7):
+        with session.seed(seed):
+            p = mk.sinkhorn(scores, 40, backend=backend)
+            gradients.append(torch.autograd.grad(p, scores, grad)[0])
+        assert (p.detach().double() - oracle(scores.detach(), 40, 1.0)).abs().max() < 1e-6, seed
+        assert torch.equal(gradients[0], gradients[-1]), seed

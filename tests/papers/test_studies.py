@@ -1,0 +1,174 @@
+"""The studies of paper 000 (similarity, utilisation) and of paper 001 (permutation, search), on small data."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import scipy.optimize
+import torch
+
+from moe_kernels.__main__ import main
+from moe_kernels.nn import LocalSearch
+from moe_kernels.nn.comet import CometMLP, FixedRouting
+from moe_kernels.papers import data, studies
+from moe_kernels.papers.recipes import Batch, Splits, movielens
+from moe_kernels.papers.studies import permutation, search, similarity
+from moe_kernels.papers.train.loop import Run
+from tests.helpers.small_sets import ratings
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
+def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
+    assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / "similarity.csv")
+    assert len(rows) == 60
+    assert all(float(row["masks"]) == pytest.approx(1) for row in rows if row["keep"] == "1.0")
+    sparse = [row for row in rows if row["keep"] == "0.2"]
+    assert all(0 <= float(row["masks"]) <= 1 for row in sparse)
+    printed = capsys.readouterr().out
+    assert "similarity: seed 0" in printed
+    (line,) = (line.split() for line in printed.splitlines() if line.startswith("0.2"))
+    assert float(line[1]) > 0.7
+    assert (tmp_path / "similarity.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_similarities_are_those_of_the_network():
+    study = similarity.Similarity(inputs=7, hidden=12, layers=3)
+    network = CometMLP((7, 12, 12, 12, 1), 0.25, activation="tanh", generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, 7)
+    masks, activations = study._similarities(network, x, 0.25)
+    bits = [torch.cat(network.masks(each), -1).float() for each in x]
+    torch.testing.assert_close(masks, (bits[0] * bits[1]).sum(-1) / 9)  # 9: three of twelve in each of three layers
+    layers = []
+    for each in x:
+        h, found = each, []
+        for layer, mask in zip(network.hidden, network.masks(each), strict=True):
+            h = torch.tanh(h @ layer.weight.t() + layer.bias) * mask
+            found.append(h)
+        layers.append(torch.cat(found, -1))
+    torch.testing.assert_close(activations, torch.cosine_similarity(*layers), rtol=1e-4, atol=1e-5)
+
+
+def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    draw = torch.Generator().manual_seed(0)
+    y, found = torch.zeros(20, dtype=torch.long), {}
+    for name, shift in (("one", 1.0), ("two", -1.0)):
+        x = shift + 0.2 * torch.randn(20, 9, generator=draw)
+        found[name] = data.Images(name, x[:10], y[:10], x[10:], y[10:], ("a",), (1, 3, 3))
+    monkeypatch.setattr(data, "load", found.get)
+    routers = []
+    kept = FixedRouting.__init__
+
+    def note(self, *args, **kwargs):
+        kept(self, *args, **kwargs)
+        routers.append(self)
+
+    monkeypatch.setattr(FixedRouting, "__init__", note)
+    words = ["--data", "one", "--other", "two", "--networks", "6", "--width", "20", "30", "--out", str(tmp_path)]
+    assert main(["study", "utilisation", *words]) == 0
+    rows = read(tmp_path / "utilisation.csv")
+    assert len(rows) == len(routers) == 6
+    for row, router in zip(rows, routers, strict=True):
+        assert 20 <= int(row["width"]) <= 30
+        assert 0 < float(row["keep"]) <= 0.95
+        masks = {name: router.masks(torch.cat([each.train_x, each.test_x])) for name, each in found.items()}
+        dead = [~mask.any(0) for mask in masks["one"]]
+        assert int(row["dead"]) == sum(int(each.sum()) for each in dead)
+        woken = sum(int((d & mask.any(0)).sum()) for d, mask in zip(dead, masks["two"], strict=True))
+        assert int(row["woken"]) == woken
+    assert sum(int(row["woken"]) for row in rows) > 0
+    assert "all" in capsys.readouterr().out
+    assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_study_that_cannot_start_explains_why(capsys):
+    assert main(["study", "utilisation", "--data", "/no/such/place"]) == 2
+    assert capsys.readouterr().err.startswith("study: ")
+    with pytest.raises(SystemExit):
+        main(["study", "tea"])
+    assert "there is no study 'tea'; there are permutation, search, similarity, utilisation" in capsys.readouterr().err
+    assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
+
+
+@pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
+def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
+    """The sum of a permutation's costs, divided by the 80 training examples, is the loss with the table permuted."""
+    points = ratings()
+    recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
+    *ids_and_watched, stars = points.train
+    train = (*ids_and_watched, sign * stars)
+    run = Run(recipe, 0, Splits(points, train, points.test))
+    gate = run.task.model.moe.gates[0]
+    table, cost = gate.table.clone(), permutation.costs(run, gate)
+    assert torch.equal(gate.table, table)
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
+        gate.load_state_dict({"table": torch.tensor(order, dtype=torch.int32)[table.long()]})
+        with torch.no_grad():
+            loss = run.task.loss(Batch(train, None))["task"]
+        assert cost[torch.arange(4), torch.tensor(order)].sum().item() / 80 == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(data, "load", lambda name: ratings())
+    words = ["--data", "tastes", "--rows", "80", "--epochs", "40", "--seeds", "2", "--experts", "4", "--lr", "0.01"]
+    assert main(["study", "permutation", *words, "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / "permutation.csv")
+    assert len(rows) == 2 * (4 + 2 * 2)
+    for row in rows:
+        assert 0 < float(row["test loss"]) < 9
+        if row["arm"] in ("random", "best"):
+            best, after, mean = (float(row[name]) for name in ("best of all", "after", "mean of all"))
+            assert best <= after + 1e-9
+            assert best <= mean
+            assert row["arm"] == "random" or after == pytest.approx(best)
+    assert all(float(row["distance"]) < 1e-3 for row in rows if row["arm"] == "wide")
+    assert "best after epoch 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["paper", "wide"])
+def test_which_schedule_ends_in_a_permutation(schedule):
+    found = []
+    for seed in range(30):
+        search = LocalSearch(16, 100, schedule=schedule, generator=torch.Generator().manual_seed(seed)).train()
+        search.step = 98
+        for _ in range(2):
+            search.permutation()
+        found.append(search.distance.item() < 1e-3)
+        if schedule == "wide":  # the permutation has the largest sum of scores
+            _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
+            assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
+    assert sum(found) == (30 if schedule == "wide" else 0)
+
+
+def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(data, "load", lambda name: ratings())
+    words = ["--data", "tastes", "--trials", "4", "--epochs", "3", "--patience", "1", "--sides", "hash", "comet+"]
+    assert main(["study", "search", *words, "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / "search.csv")
+    assert [(row["side"], row["trial"]) for row in rows] == [(s, str(t)) for t in range(4) for s in ("hash", "comet+")]
+    assert all(5e-5 <= float(row["lr"]) <= 5e-4 for row in rows)
+    assert len({row["lr"] for row in rows}) == 8
+    assert {float(row["gamma"]) for row in rows if row["side"] == "comet+"} == {10.0}
+    assert {float(row["lambda"]) for row in rows} <= {0.05, 0.1, 0.5, 1, 5, 10}
+    assert [row["side"] for row in read(tmp_path / "bootstrap.csv")] == ["hash"] * 2 + ["comet+"] * 2
+    assert "best of 2" in capsys.readouterr().out
+
+
+def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
+    """If one of three trials is drawn, the expected test loss is (9 + 4 + 1) / 3."""
+    rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
+    assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
+    found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
+    # Of the 6 pairs of the four trials, the first trial is the best of 3, the second of 2, the third of 1.
+    assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

@@ -1,0 +1,130 @@
+"""The documentation: its code runs, it builds without a warning, and its links resolve."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import moe_kernels as mk
+from bench import ledger
+from moe_kernels import nn
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def program(page: Path) -> str:
+    return "\n".join(CODE.findall(page.read_text()))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
+)
+def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
+    program_file = tmp_path / "tutorial.py"
+    program_file.write_text(program(page))
+    run = [sys.executable, str(program_file)]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=_environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "tutorials"], ids=lambda page: page.stem
+)
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    exec(compile(program(page), page.name, "exec"), {"__name__": "example"})
+
+
+def test_every_public_function_has_a_page() -> None:
+    other = {"BackendError", "available_backends", "explain", "use_backend", "__version__"}
+    assert _documented("operations/*.md") == set(mk.__all__) - other
+    other = {"ACTIVATIONS", "convert", "schedules"}  # a dict, and two modules whose functions the page lists
+    assert _documented("guide/layers.md") == set(nn.__all__) - other
+
+
+def test_every_environment_variable_has_a_row() -> None:
+    root, page = DOCS.parent, (DOCS / "guide" / "environment.md").read_text()
+    files = [path for name in ("moe_kernels", "bench", "tests") for path in root.glob(f"{name}/**/*.py")]
+    read = {
+        name for path in (*files, root / "setup.py") for name in re.findall(r"MOE_KERNELS_[A-Z_]+", path.read_text())
+    }
+    assert read == set(re.findall(r"^\| `(MOE_KERNELS_\w+)` \|", page, re.MULTILINE))
+
+
+def test_a_page_shows_the_figures_of_fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("figures").figures
+    monkeypatch.setattr(ledger, "is_stale", lambda entry: False)
+    assert re.match(r"Measured on .*\n\n\| operation \| backend ", figures(["kwta"]))
+    monkeypatch.setattr(ledger, "is_stale", lambda entry: True)
+    assert figures(["kwta"]).startswith("No measurement of the present sources.\n\nPredicted, not measured; ")
+
+
+def _documented(pages: str) -> set[str]:
+    text = "".join(page.read_text() for page in DOCS.glob(pages))
+    return set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the documentation, built with warnings as errors."""
+    folder = tmp_path_factory.mktemp("html")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(folder)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=240, env=_environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+class _Links(HTMLParser):
+    """The targets of a page's links, and the anchors in the page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.names: set[str] = {""}
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.names.add(found.get("id") or "")
+        self.targets.add((found.get("href") if tag in ("a", "link") else found.get("src")) or "")
+
+
+def test_the_links_of_the_documentation_resolve(site: Path) -> None:
+    pages = {path: _Links(path) for path in site.rglob("*.html")}
+    broken = []
+    for page, links in pages.items():
+        for target in links.targets:
+            place, _, name = target.partition("#")
+            if not target or re.match(r"[a-z]+:|//", target):
+                continue  # the link has no target, or leaves the documentation
+            path = (page.parent / unquote(place.partition("?")[0])).resolve() if place else page
+            if not path.exists() or (path in pages and unquote(name) not in pages[path].names):
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert not broken
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_the_files_at_the_root_resolve(name: str) -> None:
+    root = DOCS.parent
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (root / name).read_text())
+    assert not [each for each in targets if not each.startswith("http") and not (root / each).exists()]
+
+
+def test_formulas_of_docstrings_keep_their_lines(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "operations" / "topk_gate.html").read_text()))
+    assert '\n"topk_softmax"   weights = softmax(z restricted to its k largest)\n' in text
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(DOCS.parent), "OMP_NUM_THREADS": "1"}
