@@ -9,7 +9,8 @@ from torch import Tensor
 
 import moe_kernels as mk
 from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
-from moe_kernels.library import ops, words
+from moe_kernels.ops._define import operators
+from moe_kernels.sizes import words
 from python_ref.kwta import pack_bits
 
 
@@ -33,7 +34,7 @@ def _calls(forward: Callable[[Tensor, int], Tensor], backward: Callable[[Inputs]
 def _kernel(backend: str) -> Calls:
     return _calls(
         lambda x, k: mk.kwta(x, k, backend=backend),
-        lambda inputs: ops.kwta_bwd(inputs["grad"], inputs["bits"], backend),
+        lambda inputs: operators.kwta_bwd(inputs["grad"], inputs["bits"], backend),
     )
 
 

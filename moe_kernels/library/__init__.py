@@ -14,26 +14,5 @@ from moe_kernels.library import (  # noqa: F401
     topk_gate,
     tree_gate,
 )
-from moe_kernels.library._define import (
-    CLAMPED,
-    GATED,
-    all_rows,
-    compute_dtype,
-    contiguous_matrices,
-    contiguous_rows,
-    ops,
-    words,
-)
-from moe_kernels.library.plan import plan_rows
-
-__all__ = [
-    "CLAMPED",
-    "GATED",
-    "all_rows",
-    "compute_dtype",
-    "contiguous_matrices",
-    "contiguous_rows",
-    "ops",
-    "plan_rows",
-    "words",
-]
+from moe_kernels.ops._define import operators as ops  # noqa: F401
+from moe_kernels.sizes import CLAMPED, GATED, compute_dtype, contiguous_rows, plan_rows, words  # noqa: F401

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import compute_dtype, define, no_flops, no_second_derivative, ops
+from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
+from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
 
 
@@ -24,7 +25,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return ops.swiglu_clamped_bwd(grad, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
+    return operators.swiglu_clamped_bwd(grad, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
 
 
 def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous_rows, define, ops
-from moe_kernels.library.dispatch import refuse_bad_rows
+from moe_kernels.ops._define import define, operators
+from moe_kernels.sizes import contiguous_rows, refuse_bad_rows
 
 
 def combine(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
@@ -30,8 +30,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weights, *plan = ctx.saved_tensors
     if weights is None:
-        return ops.dispatch_fwd(grad, *plan[:3], ctx.backend), *[None] * 6
-    return *ops.combine_bwd(grad, x, weights, *plan, ctx.backend), *[None] * 5
+        return operators.dispatch_fwd(grad, *plan[:3], ctx.backend), *[None] * 6
+    return *operators.combine_bwd(grad, x, weights, *plan, ctx.backend), *[None] * 5
 
 
 def _bwd(grad: Tensor, x: Tensor, weights: Tensor, *plan_and_backend: Any) -> tuple[Tensor, Tensor]:
@@ -53,9 +53,9 @@ def _second(ctx: Any, to_drows: Tensor | None, to_dweights: Tensor | None) -> tu
     grad, x, weights, *plan = ctx.saved_tensors
     to_drows = torch.zeros_like(x) if to_drows is None else to_drows
     to_dweights = torch.zeros_like(weights) if to_dweights is None else to_dweights
-    to_grad = ops.combine_fwd(to_drows, weights, *plan, ctx.backend)
-    to_grad = to_grad + ops.combine_fwd(x, to_dweights, *plan, ctx.backend)
-    return to_grad, *ops.combine_bwd(grad, to_drows, to_dweights, *plan, ctx.backend), *[None] * 5
+    to_grad = operators.combine_fwd(to_drows, weights, *plan, ctx.backend)
+    to_grad = to_grad + operators.combine_fwd(x, to_dweights, *plan, ctx.backend)
+    return to_grad, *operators.combine_bwd(grad, to_drows, to_dweights, *plan, ctx.backend), *[None] * 5
 
 
 define(

@@ -7,15 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import (
-    compute_dtype,
-    contiguous,
-    contiguous_rows,
-    define,
-    gradient_like,
-    no_second_derivative,
-    ops,
-)
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import (
     contiguous_matrices,
@@ -26,6 +17,8 @@ from moe_kernels.library.grouped_gemm import (
     weight_like,
 )
 from moe_kernels.library.plan import make_plan
+from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows
 
 
 def _fwd(
@@ -74,7 +67,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:6])
-    found = ops.expert_mlp_bwd(grad, *ctx.saved_tensors, ctx.activation, wanted, ctx.backend)
+    found = operators.expert_mlp_bwd(grad, *ctx.saved_tensors, ctx.activation, wanted, ctx.backend)
     return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), *[None] * 7
 
 

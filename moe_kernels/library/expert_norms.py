@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import (
-    compute_dtype,
-    contiguous_matrices,
-    define,
-    gradient_like,
-    no_second_derivative,
-    ops,
-)
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
+from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.sizes import compute_dtype, contiguous_matrices
 
 # Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
 ELEMENTS = 2**27
@@ -58,7 +52,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:5])
-    found = ops.expert_norms_bwd(grad, *ctx.saved_tensors, ctx.activation, wanted, ctx.backend)
+    found = operators.expert_norms_bwd(grad, *ctx.saved_tensors, ctx.activation, wanted, ctx.backend)
     return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), None, None
 
 

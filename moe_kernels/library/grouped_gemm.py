@@ -7,37 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import (
+from moe_kernels.ops._define import define, define_check, gradient_like, no_second_derivative, operators
+from moe_kernels.sizes import (
     GATED,
     contiguous,
     contiguous_matrices,
     contiguous_rows,
-    define,
-    define_check,
-    gradient_like,
-    is_checked,
-    no_second_derivative,
-    ops,
-    refuse_outside,
+    refuse_bad_groups,
 )
 
-
-def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """Raises ValueError unless offsets start at 0, never fall and end at R or below, and tokens are in [-1, T).
-
-    Implements the operator refuse_bad_groups. Does nothing unless is_checked.
-    """
-    if not is_checked(expert_offsets):
-        return
-    num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
-    bounds = expert_offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
-        raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
-    if row_token is not None:
-        refuse_outside("grouped_gemm: row_token", row_token, -1, rows.shape[0], "zeros")
-
-
-define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token)", refuse_bad_rows)
+define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token)", refuse_bad_groups)
 
 
 def kernels(backend: str):
@@ -54,7 +33,7 @@ def forward(
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
-        refuse_bad_rows(expert_offsets, x, row_token)
+        refuse_bad_groups(expert_offsets, x, row_token)
     given = contiguous_rows(x), contiguous_matrices(weight), expert_offsets, row_token, bias
     return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre, keep_pre or training)
 
@@ -116,7 +95,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, expert_offsets, row_token, bias, pre = ctx.saved_tensors
     to_x, to_weight, _, _, to_bias, *_ = ctx.needs_input_grad
     given = grad, x, weight, expert_offsets, row_token, bias, pre, ctx.activation, [to_x, to_weight, to_bias]
-    dx, dweight, dbias = ops.grouped_gemm_bwd(*given, ctx.backend)
+    dx, dweight, dbias = operators.grouped_gemm_bwd(*given, ctx.backend)
     return dx if to_x else None, dweight if to_weight else None, None, None, dbias if to_bias else None, *[None] * 3
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import python_ref.harden as reference
-from moe_kernels.library._define import define, no_flops
+from moe_kernels.ops._define import define, no_flops
 
 
 def _harden(soft: Tensor) -> Tensor:

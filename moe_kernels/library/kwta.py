@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous_rows, define, no_flops, ops, words
+from moe_kernels.ops._define import define, no_flops, operators
+from moe_kernels.sizes import contiguous_rows, words
 
 
 def _fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -30,8 +31,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     bits, x = ctx.saved_tensors
     if bits is None:
-        _, bits = ops.kwta_fwd(x.detach(), None, ctx.k, ctx.ties, True, ctx.backend)
-    masked = ops.kwta_bwd(grad, bits, ctx.backend)
+        _, bits = operators.kwta_fwd(x.detach(), None, ctx.k, ctx.ties, True, ctx.backend)
+    masked = operators.kwta_bwd(grad, bits, ctx.backend)
     return (None, masked, *[None] * 4) if ctx.through_values else (masked, *[None] * 5)
 
 
@@ -47,7 +48,7 @@ def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """kwta_bwd multiplies grad by the mask, and so does its gradient."""
     (bits,) = ctx.saved_tensors
-    return ops.kwta_bwd(grad, bits, ctx.backend), None, None
+    return operators.kwta_bwd(grad, bits, ctx.backend), None, None
 
 
 def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:

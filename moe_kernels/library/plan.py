@@ -6,29 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, define_check, no_flops, refuse_outside
-
-
-def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU, where a check would wait for the device, does
-    nothing: there ids outside [0, E) count as -1."""
-    if experts.device.type == "cpu":
-        refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
-
+from moe_kernels.ops._define import define, define_check, no_flops
+from moe_kernels.sizes import plan_rows, refuse_unknown_experts
 
 define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts)
-
-
-def smaller(a: int, b: int) -> int:
-    """min(a, b). For symbolic sizes torch.compile adds no guard on which of them is smaller."""
-    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
-        return torch.sym_min(a, b)
-    return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
-
-
-def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
-    """R, the number of allocated rows of a plan."""
-    return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
 
 
 def make_plan(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous, contiguous_rows, define, no_second_derivative, ops
+from moe_kernels.ops._define import define, no_second_derivative, operators
+from moe_kernels.sizes import contiguous, contiguous_rows
 
 
 def _fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
@@ -36,9 +37,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     saved, taus, row_sums, column_sums = ctx.saved_tensors
     if ctx.implicit:
-        return ops.sinkhorn_implicit_bwd(grad, saved, taus), *[None] * 7
+        return operators.sinkhorn_implicit_bwd(grad, saved, taus), *[None] * 7
     given = grad, saved, taus, ctx.iterations, row_sums, column_sums, ctx.tolerance, ctx.backend
-    dscores, drows, dcolumns = ops.sinkhorn_bwd(*given)
+    dscores, drows, dcolumns = operators.sinkhorn_bwd(*given)
     without_sums = row_sums is None
     return dscores, None, None, None if without_sums else drows, None if without_sums else dcolumns, *[None] * 3
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import compute_dtype, contiguous_rows, define, no_flops, no_second_derivative, ops
+from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
+from moe_kernels.sizes import compute_dtype, contiguous_rows
 
 
 def _fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     weights, experts, logits = ctx.saved_tensors
-    dlogits = ops.topk_gate_bwd(grad, weights, experts, logits, ctx.num_experts, ctx.dtype, ctx.backend)
+    dlogits = operators.topk_gate_bwd(grad, weights, experts, logits, ctx.num_experts, ctx.dtype, ctx.backend)
     return dlogits, None, None, None
 
 

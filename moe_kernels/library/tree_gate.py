@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import (
-    compute_dtype,
-    contiguous,
-    define,
-    gradient_like,
-    no_flops,
-    no_second_derivative,
-    ops,
-)
+from moe_kernels.ops._define import define, gradient_like, no_flops, no_second_derivative, operators
+from moe_kernels.sizes import compute_dtype, contiguous
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -78,10 +71,10 @@ def _backward(ctx: Any, grad_gates, grad_leaf_probs, *grad_logits: Tensor | None
     if grad_gates is None:
         shape = x.shape[0], leaf_logits.shape[2]
         grad_gates = leaf_logits.new_zeros(shape, dtype=results_dtype(x.dtype, backend))
-    dlogits = ops.tree_gate_bwd(grad_gates, grad_leaf_probs, split_logits, leaf_logits, *ctx.settings)
+    dlogits = operators.tree_gate_bwd(grad_gates, grad_leaf_probs, split_logits, leaf_logits, *ctx.settings)
     dlogits = [own if given is None else own + given for own, given in zip(dlogits, grad_logits, strict=True)]
     wanted = list(ctx.needs_input_grad[:5])
-    found = ops.tree_gate_logits_bwd(*dlogits, split_logits, x, *weights, gamma, wanted[:3], backend)
+    found = operators.tree_gate_logits_bwd(*dlogits, split_logits, x, *weights, gamma, wanted[:3], backend)
     dproducts = (grad if needed else None for grad, needed in zip(found, wanted, strict=False))
     dbiases = (each.sum(0) if needed else None for each, needed in zip(dlogits, wanted[3:], strict=True))
     return *dproducts, *dbiases, None, None, None

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_kernels.library.plan import smaller
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.ops._checks import check_choice, check_factor, check_int
 from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
+from moe_kernels.sizes import smaller
 
 Ratio = tuple[int, int]  # a factor as numerator and denominator
 PRIORITIES = (None, "max", "sum")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_kernels.library import CLAMPED
 from moe_kernels.ops import expert_norms
+from moe_kernels.sizes import CLAMPED
 from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from moe_kernels.library import CLAMPED
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS, HALVING
+from moe_kernels.sizes import CLAMPED
 from moe_kernels.verify.operation import Inputs
 from tests.fuzz.operation import Fuzzed
 from tests.fuzz.routing import draw_routing, has_experts, plan_of

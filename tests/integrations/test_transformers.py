@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from moe_kernels import library
+from moe_kernels.ops._define import operators
 from tests.helpers.layers import Operators
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -210,7 +210,7 @@ def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     assert also_seen.names == ["make_plan_fwd", "expert_mlp_fwd"]
     assert torch.equal(y, expected)
     with pytest.raises(RuntimeError, match="expert_mlp_of_choices: it has no gradient"):
-        library.ops.expert_mlp_of_choices(
+        operators.expert_mlp_of_choices(
             x.float(), weights, torch.rand(4, 32, 8), torch.rand(4, 8, 32), None, None, chosen, "gelu", "cpu"
         )
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.ops._define import operators
 from tests.helpers.expert_mlp import leaves_of
 from tests.helpers.grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupported
 from tests.helpers.plans import plans
@@ -113,8 +114,8 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
     given = [leaves[name].requires_grad_() for name in ("x", "weights", "w_in", "w_out", "b_in", "b_out")]
     arrays, offsets = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row), plan.expert_offsets
     calls = {
-        (0, 1, 2, 3, 4, 5): lambda keep: library.ops.expert_mlp_fwd(*given, *arrays, "swiglu", keep, "cpu"),
-        (0, 2, 4): lambda keep: library.ops.grouped_gemm_fwd(
+        (0, 1, 2, 3, 4, 5): lambda keep: operators.expert_mlp_fwd(*given, *arrays, "swiglu", keep, "cpu"),
+        (0, 2, 4): lambda keep: operators.grouped_gemm_fwd(
             given[0], given[2], offsets, plan.row_token, given[4], "swiglu", keep, "cpu"
         ),
     }

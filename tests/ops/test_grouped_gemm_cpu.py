@@ -10,6 +10,7 @@ import torch
 import moe_kernels as mk
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.ops._define import operators
 from moe_kernels.verify import threads
 from tests.helpers.grouped_gemm import DTYPES, check, fenced
 from tests.helpers.inputs import at_the_end, padded
@@ -76,12 +77,12 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
     bound = {"rtol": 2**-7, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
-    out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, long, None, None, "", False, "cpu")
+    out, _ = operators.grouped_gemm_fwd(x, weight, long, None, None, "", False, "cpu")
     dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, long, None, None, False)
     assert out.allclose(x @ weight[0], **bound)
     assert dweight[0].allclose(x.T @ grad, **bound)
     of_some = torch.tensor([0, count], dtype=torch.int32)
-    part, _ = mk.library.ops.grouped_gemm_fwd(x[:count], weight, of_some, None, None, "", False, "cpu")
+    part, _ = operators.grouped_gemm_fwd(x[:count], weight, of_some, None, None, "", False, "cpu")
     columns, _ = cpu.grouped_gemm_bwd_weight(x[:, -count:], grad, long, None, None, False)
     assert torch.equal(part, out[:count])
     assert torch.equal(columns[0], dweight[0, -count:])
@@ -137,8 +138,8 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
     # This call leaves NaN in the scratch memory into which the next call may copy rows.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
-    mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
-    out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
+    operators.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
+    out, _ = operators.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
     dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
         rows, computed = x[first:last].double(), (out[first:last], dweight[e])

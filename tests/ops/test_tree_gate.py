@@ -11,7 +11,8 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels import backends, library
+from moe_kernels import backends
+from moe_kernels.ops._define import operators
 from tests.helpers.targets import on_every_target
 from tests.helpers.tree_gate import (
     DTYPES,
@@ -223,7 +224,7 @@ def test_gpu_kernels_round_their_results(target, experts):
     if target.backend not in ("triton", "cuda"):
         pytest.skip("only GPU kernels round; C++ kernels return float32, which torch rounds")
     given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
-    gates, leaf_probs, *_ = library.ops.tree_gate_fwd(*given, 1.0, "", target.backend)
+    gates, leaf_probs, *_ = operators.tree_gate_fwd(*given, 1.0, "", target.backend)
     assert (gates.dtype, leaf_probs.dtype) == (torch.bfloat16, torch.bfloat16)
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
+from moe_kernels.ops._define import operators
+from moe_kernels.sizes import compute_dtype
 from moe_kernels.verify import relative_error, threads
 from tests.helpers.inputs import padded
 from tests.helpers.tree_gate import DTYPES, drawn, gate_and_gradients
@@ -33,7 +35,7 @@ def of_any_size(monkeypatch):
 def passes_over(arguments: dict, gamma: float) -> bool:
     """Whether leaf products were skipped, which leaves their pre-activations 0."""
     given = (arguments.get(name) for name in ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"))
-    _, leaf_probs, _, leaf_logits = library.ops.tree_gate_fwd(*given, gamma, "", "cpu")
+    _, leaf_probs, _, leaf_logits = operators.tree_gate_fwd(*given, gamma, "", "cpu")
     left_out = leaf_logits == 0
     assert not leaf_probs[left_out].any()
     return bool(left_out.any())
@@ -56,7 +58,7 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
         biases = given.get("split_bias"), given.get("leaf_bias")
-        gates, probs, *logits = library.ops.tree_gate_fwd(x, *weights, *biases, GAMMA, "", "cpu")
+        gates, probs, *logits = operators.tree_gate_fwd(x, *weights, *biases, GAMMA, "", "cpu")
         filled = []
         for each, weight, shift in zip(logits, weights, biases, strict=True):
             assert each.dtype == dtype
@@ -72,8 +74,8 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
             (gates, probs), backends.load("cpu", "tree_gate").tree_gate_fwd(*filled, GAMMA, ""), strict=True
         ):
             assert torch.equal(got, same), experts
-        grads = library.ops.tree_gate_bwd(torch.randn_like(gates), torch.randn_like(probs), *logits, GAMMA, "", "cpu")
-        got = library.ops.tree_gate_logits_bwd(*grads, logits[0], x, *weights, GAMMA, [True] * 3, "cpu")
+        grads = operators.tree_gate_bwd(torch.randn_like(gates), torch.randn_like(probs), *logits, GAMMA, "", "cpu")
+        got = operators.tree_gate_logits_bwd(*grads, logits[0], x, *weights, GAMMA, [True] * 3, "cpu")
         exact, sizes = ([torch.empty_like(each, dtype=torch.float64) for each in (x, *weights)] for _ in range(2))
         for sign, results in ((torch.clone, exact), (torch.abs, sizes)):
             products_gradients(*(sign(each.double()) for each in (*grads, x, *weights)), results)
@@ -88,7 +90,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
     """
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # subnormal numbers are evenly spaced
-    summing = 2 * terms * torch.finfo(library.compute_dtype(got.dtype)).eps / 2 * sizes
+    summing = 2 * terms * torch.finfo(compute_dtype(got.dtype)).eps / 2 * sizes
     assert ((got.double() - exact).abs() <= 1.01 * rounding + summing).all(), what
 
 
@@ -158,11 +160,11 @@ def test_same_bits_whatever_the_threads_and_strides():
     for count, given in ((1, arguments), (2, arguments), (3, arguments), (1, strided)):
         x, split_weight, leaf_weight, split_bias, leaf_bias = given.values()
         with threads(count):
-            outs = library.ops.tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, GAMMA, "", "cpu")
-            dsplit, dleaf = library.ops.tree_gate_bwd(*grads, *outs[2:], GAMMA, "", "cpu")
+            outs = operators.tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, GAMMA, "", "cpu")
+            dsplit, dleaf = operators.tree_gate_bwd(*grads, *outs[2:], GAMMA, "", "cpu")
             dsplit[:, :, :above] = 0
             into = dsplit, dleaf, outs[2], x, split_weight, leaf_weight, GAMMA, [True] * 3, "cpu"
-            found.append([*outs, *library.ops.tree_gate_logits_bwd(*into)])
+            found.append([*outs, *operators.tree_gate_logits_bwd(*into)])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
 

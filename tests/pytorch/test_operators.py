@@ -11,7 +11,8 @@ from torch.library import opcheck
 from torch.utils._pytree import tree_map_only
 
 import moe_kernels as mk
-from moe_kernels import backends, library
+from moe_kernels import backends
+from moe_kernels.ops._define import operators
 from moe_kernels.ops.kwta import pack_bits
 
 T, E, K, D, H = 7, 3, 2, 8, 6
@@ -35,7 +36,7 @@ def of_kwta(b: str, device: str) -> Calls:
 def of_topk_gate(b: str, device: str) -> Calls:
     logits, given = leaf(T, E, device=device), {}
     for order in ("topk_softmax", "softmax_topk"):
-        weights, experts = library.ops.topk_gate_fwd(logits.detach(), K, order, b)
+        weights, experts = operators.topk_gate_fwd(logits.detach(), K, order, b)
         saved = logits if order == "softmax_topk" else None
         given[order] = (leaf(T, K, device=device), weights, experts, saved, E, torch.float32, b)
     return {
@@ -149,7 +150,7 @@ def on_the_cpu(b: str, device: str) -> Calls:
 
 
 GROUPS = (of_kwta, of_topk_gate, of_plans, of_rows, of_experts, of_sinkhorn, of_trees, on_the_cpu)
-NAMES = sorted(vars(library.ops))
+NAMES = sorted(vars(operators))
 
 # Backward operators that have a derivative.
 TWICE = ("kwta_bwd", "combine_bwd")
@@ -162,7 +163,7 @@ def test_opcheck(name):
         for given in group("cpu", "cpu").get(name, []):
             if (not name.endswith(("_fwd", "clamped")) and name not in TWICE) or name == "tree_route_fwd":
                 given = tree_map_only(Tensor, Tensor.detach, given)
-            opcheck(getattr(library.ops, name), given)
+            opcheck(getattr(operators, name), given)
             checked += 1
     assert checked, f"{name} has no arguments here"
 
@@ -174,4 +175,4 @@ def test_opcheck_of_triton(group):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, calls in group("triton", device).items():
         given = tree_map_only(Tensor, Tensor.detach, calls[0])
-        opcheck(getattr(library.ops, name), given, test_utils=("test_schema", "test_faketensor"))
+        opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from moe_kernels.library import GATED
+from moe_kernels.sizes import GATED
 
 # The codes of csrc/include/moe/cpu/activations.h and activation.cuh.
 ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}

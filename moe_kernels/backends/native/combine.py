@@ -7,8 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import compute_dtype
-from moe_kernels.library.dispatch import refuse_bad_rows
+from moe_kernels.sizes import compute_dtype, refuse_bad_rows
 
 
 def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library import GATED, compute_dtype
-from moe_kernels.library.grouped_gemm import refuse_bad_rows
+from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups
 
 # C++ always multiplies if the experts have up to SMALL multiply-adds on average.
 SMALL = 2**21
@@ -42,7 +41,7 @@ def fwd(
     num_rows = (x if row_token is None else row_token).shape[0]
     by_torch = None
     if not in_cpp(dtype, weight.shape, num_rows):
-        refuse_bad_rows(expert_offsets, x, row_token)
+        refuse_bad_groups(expert_offsets, x, row_token)
         by_torch, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
     pre = _reuse_or_allocate(by_torch, dtype, num_rows, dout) if keep_pre else None
     width = dout // 2 if activation in GATED else dout
@@ -53,7 +52,7 @@ def fwd(
         (out, dtype, 2), (pre, dtype, 2), num_rows, x.shape[0],
     )  # fmt: skip
     if out_of_range:
-        refuse_bad_rows(expert_offsets, x, row_token)
+        refuse_bad_groups(expert_offsets, x, row_token)
     return out, x.new_empty(0, dout) if pre is None else pre
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library import GATED
+from moe_kernels.sizes import GATED
 
 COLUMNS = 128  # columns of a tile in hidden_bwd and norms, whose kernels write one partial sum per row and tile
 

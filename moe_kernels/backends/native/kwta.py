@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.library import words
+from moe_kernels.sizes import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library import plan_rows, words
-from moe_kernels.library.plan import refuse_unknown_experts
+from moe_kernels.sizes import plan_rows, refuse_unknown_experts, words
 
 COLUMNS = 16  # kColumns of csrc/cpu/plan.cpp: experts for which plan_expert_choice chooses tokens together
 ENTRY = 16  # most bytes of a token that an expert holds and its score (Held of csrc/cpu/plan.cpp)

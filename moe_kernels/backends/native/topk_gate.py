@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import compute_dtype, words
+from moe_kernels.sizes import compute_dtype, words
 
 SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 logit (8), an integer key (8), an index (4)
 

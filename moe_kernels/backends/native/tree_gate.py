@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import compute_dtype, contiguous_rows
+from moe_kernels.sizes import compute_dtype, contiguous_rows
 
 PAD = 16  # kPad of csrc/cpu/tree_gate.cpp: arrays in scratch are rounded up to a multiple of PAD elements
 BLOCK = 128  # kBlock of csrc/cpu/tree_route.cpp: tokens that descend a tree together

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
-from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
+from moe_kernels.sizes import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
 # kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: COLUMNS is room for the nodes and leaves of a branch, TILE the
 # number of tokens multiplied at a time.

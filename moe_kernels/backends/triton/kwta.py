@@ -16,7 +16,7 @@ from moe_kernels.backends._seed import normal_quantile
 from moe_kernels.backends.triton import _rows, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
-from moe_kernels.library import words
+from moe_kernels.sizes import words
 
 # Which elements win if too many equal the k-th largest: the first of them, none of them, all of them.
 TIES = {"index": 0, "strict": 1, "all": 2}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
-from moe_kernels.library import plan_rows
+from moe_kernels.sizes import plan_rows
 
 TILE = 32  # choices that a program (one warp) of _plan_rank compares with each other at a time
 SHORTEST = 2048  # plan_expert_choice_fwd pads T to at least this: k-winner-take-all then compiles for fewer lengths

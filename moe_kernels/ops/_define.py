@@ -1,8 +1,7 @@
-"""Registration of operators with torch, and helpers that several operators share."""
+"""Registration of operators with torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
-from moe_kernels.library import _flops
+from moe_kernels.ops import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
 
-# The registered operators: ops.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
-ops = SimpleNamespace()
+# The registered operators: operators.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
+operators = SimpleNamespace()
 
 
 def define(
@@ -29,7 +28,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     batched: tuple[int, ...] = (),
 ) -> None:
-    """Registers one operator with torch and adds it to `ops`.
+    """Registers one operator with torch and adds it to `operators`.
 
     Args:
         schema: as for torch.library.Library.define, such as "name(Tensor x, int k, str backend) -> Tensor".
@@ -52,7 +51,7 @@ def define(
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
     torch.library.register_vmap(qualified, _rule(name, op, batched), lib=_library)
     _flops.register(op.overloadpacket, flops)
-    setattr(ops, name, op)
+    setattr(operators, name, op)
 
 
 def _without_zeros(
@@ -111,62 +110,9 @@ def _merge(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def all_rows(x: Tensor) -> Tensor:
-    """expert_offsets of a single expert that has all rows of x."""
-    return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
-
-
-def contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, contiguous. In backward, hooks on saved tensors may have changed their strides."""
-    return tuple(None if each is None else each.contiguous() for each in tensors)
-
-
 def gradient_like(x: Tensor, wanted: bool) -> Tensor:
     """An uninitialised, contiguous tensor for the gradient to x; without elements if the gradient is not wanted."""
     return x.new_empty(x.shape if wanted else 0)
-
-
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the number of columns, computed in kernels
-CLAMPED = "swiglu_clamped"  # also halves the number of columns, but PyTorch computes it
-
-
-def contiguous_matrices(weight: Tensor) -> Tensor:
-    return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
-
-
-def words(n: int) -> int:
-    """Number of int32 words of a packed mask of n elements."""
-    return (n + 31) // 32
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which most kernels compute: float64 for float64, else float32."""
-    return dtype if dtype == torch.float64 else torch.float32
-
-
-CHECK = "MOE_KERNELS_CHECK"
-
-
-def is_checked(index: Tensor) -> bool:
-    """Whether to check the values of an index array before kernels use them as indices.
-
-    True on the CPU. On a GPU True only if MOE_KERNELS_CHECK is set, and neither empty nor 0: a check waits for the GPU.
-    """
-    return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
-
-
-def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
-    """Raises ValueError for values outside [least, size). `meaning` explains the value `least` in the message."""
-    if index.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(index))
-    if low < least or high >= size:
-        first = f"{least} ({meaning})" if meaning else f"{least}"
-        raise ValueError(f"{what} must be from {first} to {size - 1}; got {low} to {high}")
 
 
 def define_check(schema: str, check: Callable[..., None]) -> None:

@@ -1,0 +1,109 @@
+"""What operators and backends share: sizes and dtypes of results, layouts that kernels take, checks of index arrays."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the number of columns, computed in kernels
+CLAMPED = "swiglu_clamped"  # also halves the number of columns, but PyTorch computes it
+CHECK = "MOE_KERNELS_CHECK"
+
+
+def words(n: int) -> int:
+    """Number of int32 words of a packed mask of n elements."""
+    return (n + 31) // 32
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which most kernels compute: float64 for float64, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def smaller(a: int, b: int) -> int:
+    """min(a, b). For symbolic sizes torch.compile adds no guard on which of them is smaller."""
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        return torch.sym_min(a, b)
+    return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
+
+
+def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
+    """R, the number of allocated rows of a plan."""
+    return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
+
+
+def all_rows(x: Tensor) -> Tensor:
+    """expert_offsets of a single expert that has all rows of x."""
+    return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def contiguous_matrices(weight: Tensor) -> Tensor:
+    return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors, contiguous. In backward, hooks on saved tensors may have changed their strides."""
+    return tuple(None if each is None else each.contiguous() for each in tensors)
+
+
+def is_checked(index: Tensor) -> bool:
+    """Whether to check the values of an index array before kernels use them as indices.
+
+    True on the CPU. On a GPU True only if MOE_KERNELS_CHECK is set, and neither empty nor 0: a check waits for the GPU.
+    """
+    return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
+
+
+def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
+    """Raises ValueError for values outside [least, size). `meaning` explains the value `least` in the message."""
+    if index.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < least or high >= size:
+        first = f"{least} ({meaning})" if meaning else f"{least}"
+        raise ValueError(f"{what} must be from {first} to {size - 1}; got {low} to {high}")
+
+
+def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
+    """Raises ValueError if a value of row_token or slot_row, or the last of expert_offsets, is out of range.
+
+    Does nothing unless is_checked(slot_row).
+    """
+    if not is_checked(slot_row):
+        return
+    num_tokens = slot_row.shape[0]
+    if row_token is not None:
+        refuse_outside(f"{op}: plan.row_token", row_token, -1, num_tokens, "no token")
+    refuse_outside(f"{op}: plan.slot_row", slot_row, -1, num_rows, "no row")
+    used = 0 if expert_offsets is None else int(expert_offsets[-1])
+    if not 0 <= used <= num_rows:
+        raise ValueError(f"{op}: plan.expert_offsets must end between 0 and R = {num_rows}; got {used}")
+
+
+def refuse_bad_groups(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
+    """Raises ValueError unless offsets start at 0, never fall and end at R or below, and tokens are in [-1, T).
+
+    Does nothing unless is_checked.
+    """
+    if not is_checked(expert_offsets):
+        return
+    num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
+    bounds = expert_offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
+        raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
+    if row_token is not None:
+        refuse_outside("grouped_gemm: row_token", row_token, -1, rows.shape[0], "zeros")
+
+
+def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
+    """Raises ValueError for ids outside [-1, E) on the CPU. On a GPU, where a check would wait for the device, does
+    nothing: there ids outside [0, E) count as -1."""
+    if experts.device.type == "cpu":
+        refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
