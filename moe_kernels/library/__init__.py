@@ -8,7 +8,6 @@ from moe_kernels.library import (  # noqa: F401
     expert_norms,
     grouped_gemm,
     harden,
-    kwta,
     plan,
     sinkhorn,
     topk_gate,

@@ -13,16 +13,118 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import python_ref.kwta as reference
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.ops._checks import FLOATING, check_choice, check_decimal, check_int, check_like, check_tensor
+from moe_kernels.ops._define import define, no_flops, operators
+from moe_kernels.sizes import contiguous_rows, words
 from python_ref.kwta import pack_bits, unpack_bits  # noqa: F401 public: the layout of the bits
 
 TIES = ("index", "strict", "all")
+
+
+def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raises unless `bits` has the dtype, shape and device of packed masks of values of `shape`."""
+    check_tensor(op, "bits", bits, (torch.int32,), batched=True)
+    expected = (*shape[:-1], words(shape[-1]))
+    if bits.shape != expected or bits.device != device:
+        raise ValueError(
+            f"{op}: bits must be {expected} on {device}, for values {tuple(shape)}; "
+            f"got {tuple(bits.shape)} on {bits.device}"
+        )
+
+
+def _check(op: str, x: Tensor, k: int, ties: str) -> int:
+    check_tensor(op, "x", x, FLOATING, batched=True)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension (..., N), got a scalar")
+    check_choice(op, "ties", ties, TIES)
+    return check_int(op, "k", k, 0, x.shape[-1], "winners among the N elements of a row")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def kwta_fwd(
+    x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    values = None if values is None else contiguous_rows(values)
+    return backends.load(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
+
+
+def _fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
+    bits = x.new_empty((x.shape[0], words(x.shape[1]) if save_bits else 0), dtype=torch.int32)
+    return x.new_empty(x.shape), bits
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, values, ctx.k, ctx.ties, saved, ctx.backend = inputs
+    ctx.through_values = values is not None
+    ctx.save_for_backward(output[1] if saved else None, None if saved else x)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    bits, x = ctx.saved_tensors
+    if bits is None:
+        _, bits = operators.kwta_fwd(x.detach(), None, ctx.k, ctx.ties, True, ctx.backend)
+    masked = operators.kwta_bwd(grad, bits, ctx.backend)
+    return (None, masked, *[None] * 4) if ctx.through_values else (masked, *[None] * 5)
+
+
+def kwta_bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
+    return backends.load(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
+
+
+def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bits, ctx.backend = inputs
+    ctx.save_for_backward(bits)
+
+
+def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """kwta_bwd multiplies grad by the mask, and so does its gradient."""
+    (bits,) = ctx.saved_tensors
+    return operators.kwta_bwd(grad, bits, ctx.backend), None, None
+
+
+def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
+    return backends.load(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
+
+
+def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:
+    return x_shape[0] * x_shape[1]
+
+
+define(
+    "kwta_fwd(Tensor x, Tensor? values, SymInt k, str ties, bool save_bits, str backend) -> (Tensor, Tensor)",
+    kwta_fwd,
+    _fwd_fake,
+    _one_per_element,
+    save=_save,
+    backward=_backward,
+    batched=(0, 1),
+)
+define(
+    "kwta_bwd(Tensor grad, Tensor bits, str backend) -> Tensor",
+    kwta_bwd,
+    lambda grad, bits, backend: grad.new_empty(grad.shape),
+    _one_per_element,
+    save=_save_bits,
+    backward=_masked,
+    batched=(0, 1),
+)
+define(
+    "kwta_mask(Tensor x, SymInt k, str ties, str backend) -> Tensor",
+    _mask,
+    lambda x, k, ties, backend: x.new_empty(x.shape, dtype=torch.bool),
+    no_flops,
+    batched=(0,),
+)
 
 
 def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index", backend: str | None = None) -> Tensor:
@@ -73,7 +175,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     rows, value_rows = _rows(x), None if values is None else _rows(values)
     source = rows if value_rows is None else value_rows
     save_bits = torch.is_grad_enabled() and source.requires_grad
-    y, _ = library.ops.kwta_fwd(rows, value_rows, k, ties, save_bits, chosen)
+    y, _ = operators.kwta_fwd(rows, value_rows, k, ties, save_bits, chosen)
     return y if x.dim() == 2 else y.view(x.shape)
 
 
@@ -90,7 +192,7 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     chosen = backends.choose("kwta", backend, x)
     if chosen == "reference":
         return reference.kwta_mask(x.detach(), k, ties=ties)
-    return library.ops.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
+    return operators.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
 
 
 def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +210,7 @@ def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     chosen = backends.choose("kwta", backend, x)
     if chosen == "reference":
         return reference.kwta_bits(x, k, ties=ties)
-    y, bits = library.ops.kwta_fwd(_rows(x.detach()), None, k, ties, True, chosen)
+    y, bits = operators.kwta_fwd(_rows(x.detach()), None, k, ties, True, chosen)
     return y.view(x.shape), bits.view(*x.shape[:-1], bits.shape[-1])
 
 
@@ -143,20 +245,9 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
     if chosen == "reference":
         return reference.kwta_apply(values, bits)
     if values.dim() == 2:
-        return library.ops.kwta_bwd(values, bits, chosen)
+        return operators.kwta_bwd(values, bits, chosen)
     bits = bits.reshape(prod(bits.shape[:-1]), bits.shape[-1])
-    return library.ops.kwta_bwd(_rows(values), bits, chosen).view(values.shape)
-
-
-def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """Raises unless `bits` has the dtype, shape and device of packed masks of values of `shape`."""
-    check_tensor(op, "bits", bits, (torch.int32,), batched=True)
-    expected = (*shape[:-1], library.words(shape[-1]))
-    if bits.shape != expected or bits.device != device:
-        raise ValueError(
-            f"{op}: bits must be {expected} on {device}, for values {tuple(shape)}; "
-            f"got {tuple(bits.shape)} on {bits.device}"
-        )
+    return operators.kwta_bwd(_rows(values), bits, chosen).view(values.shape)
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
@@ -177,15 +268,3 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
     if not 0 < keep <= 1:
         raise ValueError(f"k_from_fraction: p must be a keep fraction in (0, 1], got {p!r}")
     return max(1, int(keep * n))
-
-
-def _check(op: str, x: Tensor, k: int, ties: str) -> int:
-    check_tensor(op, "x", x, FLOATING, batched=True)
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x must have at least one dimension (..., N), got a scalar")
-    check_choice(op, "ties", ties, TIES)
-    return check_int(op, "k", k, 0, x.shape[-1], "winners among the N elements of a row")
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
