@@ -10,7 +10,6 @@ from moe_kernels.library import (  # noqa: F401
     harden,
     plan,
     sinkhorn,
-    topk_gate,
     tree_gate,
 )
 from moe_kernels.ops._define import operators as ops  # noqa: F401
