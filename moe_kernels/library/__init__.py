@@ -9,7 +9,6 @@ from moe_kernels.library import (  # noqa: F401
     grouped_gemm,
     harden,
     plan,
-    sinkhorn,
     tree_gate,
 )
 from moe_kernels.ops._define import operators as ops  # noqa: F401

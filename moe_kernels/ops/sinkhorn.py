@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import python_ref.sinkhorn as reference
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.ops._checks import (
     FLOATING,
     check_choice,
@@ -41,8 +41,136 @@ from moe_kernels.ops._checks import (
     check_square,
     check_tensor,
 )
+from moe_kernels.ops._define import define, no_second_derivative, operators
+from moe_kernels.sizes import contiguous, contiguous_rows
 
 GRADIENTS = ("unrolled", "implicit")
+
+
+def _temperatures(first: float, last: float) -> Tensor:
+    """`first` and `last` as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
+    if not is_compiling():
+        return torch.tensor([first, last], dtype=torch.float64, device="cpu")
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return torch.stack([one * first, one * last])
+
+
+def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
+    """Prescribed sums of the rows or columns of all B matrices as (B, n) float64; ones if `sums` is None."""
+    each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
+    return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
+
+
+def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:
+    if tolerance is not None:
+        check_positive("sinkhorn", "tolerance", tolerance)
+    if anneal_from is None:
+        return None
+    if tolerance is not None:
+        raise ValueError("sinkhorn: tolerance would stop a matrix before it reaches tau; got anneal_from as well")
+    hot = check_positive("sinkhorn", "anneal_from", anneal_from)
+    if hot < tau:
+        raise ValueError(f"sinkhorn: anneal_from must be at least tau = {tau:g}, a temperature; got {hot}")
+    return hot
+
+
+def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -> None:
+    """Raises unless `sums` is None or broadcasts to scores.shape[:-1] and, if implicit, requires no gradient."""
+    if sums is None:
+        return
+    check_tensor("sinkhorn", name, sums, FLOATING, batched=True)
+    shape = scores.shape[:-1]
+    broadcasts = sums.dim() <= len(shape) and all(
+        got in (1, expected) for got, expected in zip(sums.shape[::-1], shape[::-1], strict=False)
+    )
+    if not broadcasts or sums.device != scores.device:
+        raise ValueError(
+            f"sinkhorn: {name} must broadcast to {tuple(shape)} on {scores.device}; got {tuple(sums.shape)} on "
+            f"{sums.device}"
+        )
+    if gradient == "implicit" and sums.requires_grad:
+        raise ValueError(f"sinkhorn: gradient='implicit' computes no gradient for {name}; got {name} that requires one")
+
+
+def sinkhorn_fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
+    if scores.numel() == 0:
+        return scores.new_empty(scores.shape)
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    p = kernels.sinkhorn_fwd(contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
+    if implicit:
+        reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
+    return p
+
+
+def _temperatures(taus: Tensor, iterations: int) -> list[float]:
+    """The temperature of every iteration, from the first and last temperature: taus (2,), on the CPU."""
+    first, last = taus.tolist()
+    return reference.temperatures(iterations, last, first)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, taus, ctx.iterations, row_sums, column_sums, ctx.tolerance, ctx.implicit, ctx.backend = inputs
+    ctx.save_for_backward(output if ctx.implicit else scores, taus, row_sums, column_sums)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    saved, taus, row_sums, column_sums = ctx.saved_tensors
+    if ctx.implicit:
+        return operators.sinkhorn_implicit_bwd(grad, saved, taus), *[None] * 7
+    given = grad, saved, taus, ctx.iterations, row_sums, column_sums, ctx.tolerance, ctx.backend
+    dscores, drows, dcolumns = operators.sinkhorn_bwd(*given)
+    without_sums = row_sums is None
+    return dscores, None, None, None if without_sums else drows, None if without_sums else dcolumns, *[None] * 3
+
+
+def sinkhorn_bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backend) -> tuple[Tensor, ...]:
+    if scores.numel() == 0:
+        return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    given = contiguous_rows(grad), contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
+    return tuple(grad.new_empty(0) if each is None else each for each in kernels.sinkhorn_bwd(*given))
+
+
+def _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums, *rest) -> tuple[Tensor, ...]:
+    sums = (scores.new_empty(0) if each is None else each.new_empty(each.shape) for each in (row_sums, column_sums))
+    return scores.new_empty(scores.shape), *sums
+
+
+def _implicit_bwd(grad: Tensor, p: Tensor, taus: Tensor) -> Tensor:
+    return reference.implicit_gradient(p, grad, taus.tolist()[-1]).to(p.dtype)
+
+
+def _numel(shape) -> int:
+    return shape[0] * shape[1] * shape[2]
+
+
+_SETTINGS = "Tensor scores, Tensor taus, SymInt iterations, Tensor? row_sums, Tensor? column_sums, float tolerance"
+
+define(
+    f"sinkhorn_fwd({_SETTINGS}, bool implicit, str backend) -> Tensor",
+    sinkhorn_fwd,
+    lambda scores, *rest: scores.new_empty(scores.shape),
+    lambda scores, taus, iterations, *rest, out_shape=None, **kwargs: 4 * iterations * _numel(scores),
+    save=_save,
+    backward=_backward,
+    batched=(0, 3, 4),
+)
+define(
+    f"sinkhorn_bwd(Tensor grad, {_SETTINGS}, str backend) -> (Tensor, Tensor, Tensor)",
+    sinkhorn_bwd,
+    _bwd_fake,
+    lambda grad, scores, taus, iterations, *rest, out_shape=None, **kwargs: 12 * iterations * _numel(scores),
+    backward=no_second_derivative("sinkhorn"),
+    batched=(0, 1, 4, 5),
+)
+define(
+    "sinkhorn_implicit_bwd(Tensor grad, Tensor p, Tensor taus) -> Tensor",
+    _implicit_bwd,
+    lambda grad, p, taus: p.new_empty(p.shape),
+    lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # without the linear solve
+    backward=no_second_derivative("sinkhorn"),
+    batched=(0, 1),
+)
 
 
 def sinkhorn(
@@ -133,50 +261,5 @@ def sinkhorn(
         given = _vectors(rows, scores), _vectors(columns, scores)
     taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
     limit = -1.0 if tolerance is None else float(tolerance)
-    p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
+    p = operators.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
     return p if scores.dim() == 3 else p.view(scores.shape)
-
-
-def _temperatures(first: float, last: float) -> Tensor:
-    """`first` and `last` as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
-    if not is_compiling():
-        return torch.tensor([first, last], dtype=torch.float64, device="cpu")
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    return torch.stack([one * first, one * last])
-
-
-def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
-    """Prescribed sums of the rows or columns of all B matrices as (B, n) float64; ones if `sums` is None."""
-    each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
-    return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
-
-
-def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:
-    if tolerance is not None:
-        check_positive("sinkhorn", "tolerance", tolerance)
-    if anneal_from is None:
-        return None
-    if tolerance is not None:
-        raise ValueError("sinkhorn: tolerance would stop a matrix before it reaches tau; got anneal_from as well")
-    hot = check_positive("sinkhorn", "anneal_from", anneal_from)
-    if hot < tau:
-        raise ValueError(f"sinkhorn: anneal_from must be at least tau = {tau:g}, a temperature; got {hot}")
-    return hot
-
-
-def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -> None:
-    """Raises unless `sums` is None or broadcasts to scores.shape[:-1] and, if implicit, requires no gradient."""
-    if sums is None:
-        return
-    check_tensor("sinkhorn", name, sums, FLOATING, batched=True)
-    shape = scores.shape[:-1]
-    broadcasts = sums.dim() <= len(shape) and all(
-        got in (1, expected) for got, expected in zip(sums.shape[::-1], shape[::-1], strict=False)
-    )
-    if not broadcasts or sums.device != scores.device:
-        raise ValueError(
-            f"sinkhorn: {name} must broadcast to {tuple(shape)} on {scores.device}; got {tuple(sums.shape)} on "
-            f"{sums.device}"
-        )
-    if gradient == "implicit" and sums.requires_grad:
-        raise ValueError(f"sinkhorn: gradient='implicit' computes no gradient for {name}; got {name} that requires one")
