@@ -9,7 +9,6 @@ from moe_kernels.library import (  # noqa: F401
     grouped_gemm,
     harden,
     plan,
-    tree_gate,
 )
 from moe_kernels.ops._define import operators as ops  # noqa: F401
 from moe_kernels.sizes import CLAMPED, GATED, compute_dtype, contiguous_rows, plan_rows, words  # noqa: F401

@@ -11,8 +11,8 @@ import moe_kernels as mk
 from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import tree_gate_products_cpu
-from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.ops._define import operators
+from moe_kernels.ops.tree_gate import products, products_gradients
 from moe_kernels.sizes import compute_dtype
 from moe_kernels.verify import relative_error, threads
 from tests.helpers.inputs import padded
