@@ -7,7 +7,6 @@ from moe_kernels.library import (  # noqa: F401
     expert_mlp,
     expert_norms,
     grouped_gemm,
-    harden,
     plan,
 )
 from moe_kernels.ops._define import operators as ops  # noqa: F401
