@@ -3,7 +3,6 @@
 from moe_kernels.library import (  # noqa: F401
     activation,
     combine,
-    dispatch,
     expert_mlp,
     expert_norms,
     grouped_gemm,

@@ -9,12 +9,47 @@ plan are saved for backward.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 import python_ref.dispatch as reference
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
+from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
+from moe_kernels.sizes import contiguous_rows, refuse_bad_rows
+
+define_check(
+    "refuse_bad_rows(str op, Tensor slot_row, SymInt num_rows, Tensor? row_token, Tensor? expert_offsets)",
+    refuse_bad_rows,
+)
+
+
+def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+    arrays = [each.contiguous() for each in (row_token, slot_row, expert_offsets)]
+    if backend != "cpu":  # the C++ kernel checks while it reads
+        refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
+    return backends.load(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *arrays, ctx.backend = inputs
+    ctx.save_for_backward(*arrays)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return operators.combine_fwd(grad, None, *ctx.saved_tensors, None, ctx.backend), *[None] * 4
+
+
+define(
+    "dispatch_fwd(Tensor x, Tensor row_token, Tensor slot_row, Tensor expert_offsets, str backend) -> Tensor",
+    dispatch_fwd,
+    lambda x, row_token, *rest: x.new_empty((row_token.shape[0], x.shape[1])),
+    no_flops,
+    save=_save,
+    backward=_backward,
+)
 
 
 def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
@@ -59,6 +94,6 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     arrays = plan.row_token, plan.slot_row, plan.expert_offsets
     chosen = backends.choose("dispatch", backend, x)
     if chosen == "reference":
-        library.ops.refuse_bad_rows("dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
+        operators.refuse_bad_rows("dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
         return reference.dispatch(x, plan)
-    return library.ops.dispatch_fwd(x, *arrays, chosen)
+    return operators.dispatch_fwd(x, *arrays, chosen)
