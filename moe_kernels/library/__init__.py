@@ -2,7 +2,6 @@
 
 from moe_kernels.library import (  # noqa: F401
     activation,
-    combine,
     expert_mlp,
     expert_norms,
     grouped_gemm,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import (
     contiguous_matrices,
     forward,
@@ -18,6 +17,7 @@ from moe_kernels.library.grouped_gemm import (
 )
 from moe_kernels.library.plan import make_plan
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.ops.combine import combine_fwd
 from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows
 
 
@@ -31,7 +31,7 @@ def _fwd(
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # combine can reuse its memory
-    return combine(result, weights, slot_row, backend), pre
+    return combine_fwd(result, weights, slot_row, backend), pre
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
@@ -88,7 +88,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
         dw_out, db_out = found[0] if to_w_out else None, found[1] if to_b_out else None
     del weighted  # the next tensors can reuse its memory
     if to_x:
-        dx = combine(rows_gradient(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
+        dx = combine_fwd(rows_gradient(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
         found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend, w_in)
         dw_in, db_in = found[0] if to_w_in else None, found[1] if to_b_in else None

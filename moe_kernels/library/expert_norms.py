@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.ops.combine import combine_fwd
 from moe_kernels.sizes import compute_dtype, contiguous_matrices
 
 # Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
@@ -107,7 +107,7 @@ def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
     if rows.shape[0] == num_tokens:
         return rows
     row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
-    return combine(rows, None, row.view(-1, num_tokens).t(), backend)
+    return combine_fwd(rows, None, row.view(-1, num_tokens).t(), backend)
 
 
 def _slice_of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
