@@ -15,9 +15,9 @@ from moe_kernels.library.grouped_gemm import (
     weight_gradient,
     weight_like,
 )
-from moe_kernels.library.plan import make_plan
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
 from moe_kernels.ops.combine import combine_fwd
+from moe_kernels.ops.plan import make_plan_fwd
 from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows
 
 
@@ -49,7 +49,7 @@ def _of_choices(x, weights, w_in, w_out, b_in, b_out, experts, activation, backe
     found = _single_launch(*given, activation, None, experts.contiguous(), False, backend)
     if found is None:
         choices = torch.where(experts < w_in.shape[0], experts, -1)
-        plan = make_plan(choices, w_in.shape[0], None, None, "choice", backend)
+        plan = make_plan_fwd(choices, w_in.shape[0], None, None, "choice", backend)
         found = _fwd(*given, plan[0], plan[1], plan[2], plan[3], activation, False, backend)
     return found[0]
 

@@ -16,12 +16,94 @@ import torch
 from torch import Tensor
 
 import python_ref.plan as reference
-from moe_kernels import backends, library
+from moe_kernels import backends
 from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_factor, check_int, check_rank, check_tensor
+from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
+from moe_kernels.sizes import contiguous_rows, plan_rows, refuse_unknown_experts
 
 ORDERS = ("choice", "token")
 INT32_MAX = 2**31 - 1
+
+
+def check_choices(op: str, experts: Tensor) -> int:
+    """T; raises unless `experts` is (T, K), int32 or int64, with at most 2^31 - 1 elements."""
+    check_tensor(op, "experts", experts, INDEX)
+    check_rank(op, "experts", experts, "(T, K)")
+    num_tokens, k = experts.shape
+    _check_size(op, num_tokens, k, "K")
+    return num_tokens
+
+
+def _check_scores(op: str, scores: Tensor, capacity: int) -> tuple[int, int, int]:
+    check_tensor(op, "scores", scores, FLOATING)
+    check_rank(op, "scores", scores, "(T, E)")
+    num_tokens, num_experts = scores.shape
+    if num_experts < 1:
+        raise ValueError(f"{op}: scores must have a column for at least one expert, got {tuple(scores.shape)}")
+    _check_size(op, num_tokens, num_experts, "E")
+    return num_tokens, num_experts, check_int(op, "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
+
+
+def _check_size(op: str, num_tokens: int, k: int, letter: str) -> None:
+    if num_tokens * k > INT32_MAX:
+        raise ValueError(
+            f"{op}: T * {letter} must be at most 2^31 - 1, the largest int32 index; got {num_tokens} * {k}"
+        )
+
+
+define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts)
+
+
+def make_plan_fwd(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:
+    if backend != "cpu":  # the C++ kernel checks while it reads
+        refuse_unknown_experts(experts, num_experts)
+    return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
+
+
+def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
+    shapes = ((num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order, backend):
+    num_tokens, k = experts.shape
+    return _plan_fake(experts, num_tokens, k, num_experts, plan_rows(num_tokens, k, num_experts, capacity))
+
+
+def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    num_rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    return _plan_fake(scores, num_tokens, num_experts, num_experts, num_rows)
+
+
+def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    arrays = _plan_fake(scores, num_tokens, 1, num_experts, plan_rows(num_tokens, 1, num_experts, capacity))
+    return *arrays, scores.new_empty((num_tokens, 1), dtype=torch.int32)
+
+
+_PLAN = ", ".join(["Tensor"] * 7)  # expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped
+
+define(
+    "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend) -> "
+    f"({_PLAN})",
+    make_plan_fwd,
+    _make_plan_fake,
+    no_flops,
+)
+define(
+    f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_expert_choice_fwd(scores, capacity),
+    _plan_expert_choice_fake,
+    no_flops,
+)
+define(
+    f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_priority_fwd(scores, capacity),
+    _plan_priority_fake,
+    no_flops,
+)
 
 
 def make_plan(
@@ -84,20 +166,11 @@ def make_plan(
     check_choice("make_plan", "order", order, ORDERS)
     chosen = backends.choose("make_plan", backend, experts)
     if chosen == "reference":
-        library.ops.refuse_unknown_experts(experts, num_experts)
+        operators.refuse_unknown_experts(experts, num_experts)
         plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
         return RoutingPlan(*plan)
-    arrays = library.ops.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
+    arrays = operators.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
     return RoutingPlan(num_tokens, num_experts, *arrays)
-
-
-def check_choices(op: str, experts: Tensor) -> int:
-    """T; raises unless `experts` is (T, K), int32 or int64, with at most 2^31 - 1 elements."""
-    check_tensor(op, "experts", experts, INDEX)
-    check_rank(op, "experts", experts, "(T, K)")
-    num_tokens, k = experts.shape
-    _check_size(op, num_tokens, k, "K")
-    return num_tokens
 
 
 def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
@@ -138,7 +211,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     if chosen == "reference":
         definition, weights = reference.plan_expert_choice(scores, capacity)
         return RoutingPlan(*definition), weights
-    arrays = library.ops.plan_expert_choice_fwd(library.contiguous_rows(scores.detach()), capacity, chosen)
+    arrays = operators.plan_expert_choice_fwd(contiguous_rows(scores.detach()), capacity, chosen)
     plan = RoutingPlan(num_tokens, num_experts, *arrays)
     return plan, torch.where(plan.slot_row >= 0, scores, 0)
 
@@ -181,7 +254,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     if chosen == "reference":
         definition, weights = reference.plan_priority(scores, capacity)
         return RoutingPlan(*definition), weights
-    *arrays, experts = library.ops.plan_priority_fwd(library.contiguous_rows(scores.detach()), capacity, chosen)
+    *arrays, experts = operators.plan_priority_fwd(contiguous_rows(scores.detach()), capacity, chosen)
     weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
     return RoutingPlan(num_tokens, num_experts, *arrays), weights
 
@@ -214,20 +287,3 @@ def capacity_of(num_tokens: int, k: int, num_experts: int, ratio: tuple[int, int
     """expert_capacity for a factor ratio[0] / ratio[1], without checks."""
     capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
     return capacity + -capacity % multiple_of
-
-
-def _check_scores(op: str, scores: Tensor, capacity: int) -> tuple[int, int, int]:
-    check_tensor(op, "scores", scores, FLOATING)
-    check_rank(op, "scores", scores, "(T, E)")
-    num_tokens, num_experts = scores.shape
-    if num_experts < 1:
-        raise ValueError(f"{op}: scores must have a column for at least one expert, got {tuple(scores.shape)}")
-    _check_size(op, num_tokens, num_experts, "E")
-    return num_tokens, num_experts, check_int(op, "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
-
-
-def _check_size(op: str, num_tokens: int, k: int, letter: str) -> None:
-    if num_tokens * k > INT32_MAX:
-        raise ValueError(
-            f"{op}: T * {letter} must be at most 2^31 - 1, the largest int32 index; got {num_tokens} * {k}"
-        )
