@@ -1,7 +1,6 @@
 """The torch operators of the package: their schemas, implementations, fakes, gradients and FLOP formulas."""
 
 from moe_kernels.library import (  # noqa: F401
-    activation,
     expert_mlp,
     expert_norms,
     grouped_gemm,

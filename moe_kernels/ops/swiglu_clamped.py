@@ -15,7 +15,7 @@ from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
 
 
-def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:
+def swiglu_clamped(pre: Tensor, alpha: float, limit: float) -> Tensor:
     return activate(pre.to(compute_dtype(pre.dtype)), "swiglu_clamped", alpha, limit).to(pre.dtype)
 
 
@@ -28,7 +28,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return operators.swiglu_clamped_bwd(grad, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
 
 
-def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
+def swiglu_clamped_bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
     dtype = compute_dtype(pre.dtype)
     grad, gate, linear = grad.to(dtype), pre[..., ::2].to(dtype), pre[..., 1::2].to(dtype)
     g, u = gate.clamp(max=limit), linear.clamp(-limit, limit)
@@ -40,7 +40,7 @@ def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
 
 define(
     "swiglu_clamped(Tensor pre, float alpha, float limit) -> Tensor",
-    _fwd,
+    swiglu_clamped,
     lambda pre, alpha, limit: pre.new_empty((*pre.shape[:-1], pre.shape[-1] // 2)),
     no_flops,
     save=_save,
@@ -48,7 +48,7 @@ define(
 )
 define(
     "swiglu_clamped_bwd(Tensor grad, Tensor pre, float alpha, float limit) -> Tensor",
-    _bwd,
+    swiglu_clamped_bwd,
     lambda grad, pre, alpha, limit: pre.new_empty(pre.shape),
     no_flops,
     backward=no_second_derivative("swiglu_clamped"),
