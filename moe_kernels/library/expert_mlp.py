@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library.grouped_gemm import (
+from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.ops.combine import combine_fwd
+from moe_kernels.ops.grouped_gemm import (
     contiguous_matrices,
-    forward,
+    grouped_gemm_fwd,
     kernels,
     rows_gradient,
     weight_gradient,
     weight_like,
 )
-from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
-from moe_kernels.ops.combine import combine_fwd
 from moe_kernels.ops.plan import make_plan_fwd
 from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows
 
@@ -28,8 +28,8 @@ def _fwd(
     found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
-    hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
-    result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
+    hidden, pre = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
+    result, _ = grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # combine can reuse its memory
     return combine_fwd(result, weights, slot_row, backend), pre
 
@@ -76,7 +76,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
     expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     if pre is None:
-        pre, _ = forward(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
+        pre, _ = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
     grad, row_weight = contiguous_rows(grad), _row_weight(weights, row_token, row_choice, compute_dtype(x.dtype))
     given = grad, contiguous_matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
 from moe_kernels.ops.combine import combine_fwd
+from moe_kernels.ops.grouped_gemm import grouped_gemm_fwd, kernels, rows_gradient, weight_gradient
 from moe_kernels.sizes import compute_dtype, contiguous_matrices
 
 # Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
@@ -39,7 +39,7 @@ def _fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
     norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype))
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
         w1, w2, b1, b2 = _slice_of(experts, w_in, w_out, b_in, b_out)
-        hidden, _ = forward(x, w1, offsets, token, b1, activation, False, backend)
+        hidden, _ = grouped_gemm_fwd(x, w1, offsets, token, b1, activation, False, backend)
         squares = kernels(backend).grouped_gemm_norms(hidden, contiguous_matrices(w2), offsets, b2)
         norms[:, experts] = squares.view(experts.stop - experts.start, x.shape[0]).t().sqrt()
     return norms
@@ -86,8 +86,8 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None
-    hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
-    y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
+    hidden, pre = grouped_gemm_fwd(x, w_in, offsets, token, b_in, activation, activation != "", backend)
+    y, _ = grouped_gemm_fwd(hidden, w_out, offsets, None, b_out, "", False, backend)
     if x.dtype == torch.float16:  # kernels store hidden * share, which may overflow if a norm is small
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden

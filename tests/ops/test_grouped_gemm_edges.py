@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from moe_kernels.library.grouped_gemm import kernels
+from moe_kernels.ops.grouped_gemm import kernels
 from tests.helpers.expert_mlp import leaves_of
 from tests.helpers.grouped_gemm import check, finest, judge, loop, offsets_of, results
 from tests.helpers.inputs import behind_one, each_alone, far_apart, framed, gapped, padded, shifted
