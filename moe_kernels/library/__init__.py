@@ -1,7 +1,6 @@
 """The torch operators of the package: their schemas, implementations, fakes, gradients and FLOP formulas."""
 
 from moe_kernels.library import (  # noqa: F401
-    expert_mlp,
     expert_norms,
 )
 from moe_kernels.ops._define import operators as ops  # noqa: F401
