@@ -43,8 +43,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Matches the names of operations that a file in moe_kernels/library imports or calls.
-_CALLED = re.compile(r"^from moe_kernels\.library\.(\w+) import|\bops\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
+# Matches the names of operations that a file in moe_kernels/ops imports or calls.
+_CALLED = re.compile(r"^from moe_kernels\.ops\.(\w+) import|\boperators\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
 
 # Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
 # new operation would make results of other operations stale.
@@ -102,7 +102,7 @@ def _included(text: str) -> list[tuple[str, str, str]]:
 
 
 def _called(op: str, root: Path) -> set[str]:
-    path = root / "moe_kernels" / "library" / f"{file_of('reference', op)}.py"
+    path = root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"
     found = _CALLED.findall(path.read_text()) if path.is_file() else []
     return {name for groups in found for name in groups} & set(operations(root))
 

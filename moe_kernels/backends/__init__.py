@@ -149,7 +149,7 @@ def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
     return () if found is None else tuple(found(target).items())
 
 
-# The choice of choose_shapes for meta tensors: operators of moe_kernels/library then compute only shapes and dtypes.
+# The choice of choose_shapes for meta tensors: operators then compute only shapes and dtypes.
 SHAPES = "shapes"
 
 

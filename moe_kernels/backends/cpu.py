@@ -14,11 +14,13 @@ from torch import Tensor
 from moe_kernels.backends import _addresses
 from moe_kernels.backends.native import (
     activation,
+    bind,
     combine,
     dispatch,
     grouped_gemm_cpu,
     kwta,
     plan,
+    plan_cpu,
     sinkhorn,
     topk_gate,
     tree_gate,
@@ -45,8 +47,6 @@ isa: int = _isa(os.environ.get("MOE_KERNELS_CPU_ISA"))
 
 # With fewer elements neither a second thread nor releasing the GIL pays.
 _SERIAL = 1 << 15
-
-_self = sys.modules[__name__]
 
 pointer = partial(_addresses.pointer, device_type)
 
@@ -114,34 +114,17 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
     return _supports(device, torch.float32)  # the dtype of experts, int32 or int64, does not matter
 
 
-kwta_fwd = partial(kwta.fwd, _self)
-kwta_mask = partial(kwta.mask, _self)
-kwta_bwd = partial(kwta.bwd, _self)
-
-topk_gate_fwd = partial(topk_gate.fwd, _self)
-topk_gate_bwd = partial(topk_gate.bwd, _self)
-
-make_plan_fwd = partial(plan.make_plan, _self)
-plan_expert_choice_fwd = partial(plan.plan_expert_choice, _self)
-plan_priority_fwd = partial(plan.plan_priority, _self)
-
-dispatch_fwd = partial(dispatch.fwd, _self)
-combine_fwd = partial(combine.fwd, _self)
-combine_bwd = partial(combine.bwd, _self)
-
-grouped_gemm_fwd = partial(grouped_gemm_cpu.fwd, _self)
-grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
-grouped_gemm_sum_rows = partial(grouped_gemm_cpu.sum_rows, _self)
-activation_bwd = partial(activation.bwd, _self)
-expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)
-expert_mlp_at_once = partial(grouped_gemm_cpu.mlp, _self)
-grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
-
-sinkhorn_fwd = partial(sinkhorn.fwd, _self)
-sinkhorn_bwd = partial(sinkhorn.bwd, _self)
-
-tree_gate_fwd = partial(tree_gate.fwd, _self)
-tree_gate_bwd = partial(tree_gate.bwd, _self)
-tree_gate_logits = partial(tree_gate_products_cpu.fwd, _self)
-tree_gate_logits_bwd = partial(tree_gate_products_cpu.bwd, _self)
-tree_route_fwd = partial(tree_gate.route, _self)
+bind(
+    sys.modules[__name__],
+    activation,
+    combine,
+    dispatch,
+    grouped_gemm_cpu,
+    kwta,
+    plan,
+    plan_cpu,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+    tree_gate_products_cpu,
+)

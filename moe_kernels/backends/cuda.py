@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from moe_kernels.backends import _addresses, _gpu
 from moe_kernels.backends.native import (
     activation,
+    bind,
     combine,
     dispatch,
     grouped_gemm_cuda,
@@ -33,8 +33,6 @@ except ImportError as error:
 device_type = "cuda"
 
 PLAN_TILE = 1024  # choices that a block of csrc/cuda/plan.cu reads at a time
-
-_self = sys.modules[__name__]
 
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
@@ -116,29 +114,15 @@ def tree_route_limits(target: str) -> dict[str, int]:
     return {"K": 1024}
 
 
-kwta_fwd = partial(kwta.fwd, _self)
-kwta_mask = partial(kwta.mask, _self)
-kwta_bwd = partial(kwta.bwd, _self)
-
-topk_gate_fwd = partial(topk_gate.fwd, _self)
-topk_gate_bwd = partial(topk_gate.bwd, _self)
-
-make_plan_fwd = partial(plan.make_plan, _self)
-
-dispatch_fwd = partial(dispatch.fwd, _self)
-combine_fwd = partial(combine.fwd, _self)
-combine_bwd = partial(combine.bwd, _self)
-
-sinkhorn_fwd = partial(sinkhorn.fwd, _self)
-sinkhorn_bwd = partial(sinkhorn.bwd, _self)
-
-grouped_gemm_fwd = partial(grouped_gemm_cuda.fwd, _self)
-grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)
-grouped_gemm_sum_rows = partial(grouped_gemm_cuda.sum_rows, _self)
-activation_bwd = partial(activation.bwd, _self)
-expert_mlp_bwd_hidden = partial(grouped_gemm_cuda.hidden_bwd, _self)
-grouped_gemm_norms = partial(grouped_gemm_cuda.norms, _self)
-
-tree_gate_fwd = partial(tree_gate.fwd, _self)
-tree_gate_bwd = partial(tree_gate.bwd, _self)
-tree_route_fwd = partial(tree_gate.route, _self)
+bind(
+    sys.modules[__name__],
+    activation,
+    combine,
+    dispatch,
+    grouped_gemm_cuda,
+    kwta,
+    plan,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+)

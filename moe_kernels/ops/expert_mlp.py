@@ -25,6 +25,7 @@ from moe_kernels import backends
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
+from moe_kernels.ops._swiglu_clamped import swiglu_clamped
 from moe_kernels.ops.combine import combine, combine_fwd
 from moe_kernels.ops.grouped_gemm import (
     HALVING,
@@ -92,11 +93,11 @@ def expert_mlp_fwd(
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
-    """y and pre from one C++ call (grouped_gemm_cpu.mlp). None if mlp returns None or the backend is not "cpu"."""
+    """y and pre from one C++ call (native/grouped_gemm_cpu.py). None if it returns None or the backend is not "cpu"."""
     if backend != "cpu":
         return None
     given = contiguous_rows(x), *contiguous(weights), *map(contiguous_matrices, (w_in, w_out)), *contiguous(b_in, b_out)
-    return kernels(backend).expert_mlp_at_once(*given, activation, plan, experts, keep_pre)
+    return kernels(backend).expert_mlp_fwd(*given, activation, plan, experts, keep_pre)
 
 
 def _of_choices(x, weights, w_in, w_out, b_in, b_out, experts, activation, backend) -> Tensor:
@@ -302,7 +303,7 @@ def expert_mlp(
     if activation == CLAMPED:
         offsets = plan.expert_offsets
         pre = grouped_gemm(x, w_in, offsets, bias=b_in, row_token=plan.row_token, backend=chosen)
-        hidden = operators.swiglu_clamped(pre, alpha, limit)
+        hidden = swiglu_clamped(pre, alpha, limit)
         return combine(grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=chosen), plan, weights, backend=chosen)
     if weights is not None:
         weights = weights.to(compute_dtype(x.dtype))

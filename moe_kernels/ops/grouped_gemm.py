@@ -20,6 +20,7 @@ from moe_kernels import backends
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, gradient_like, no_second_derivative, operators
+from moe_kernels.ops._swiglu_clamped import swiglu_clamped
 from moe_kernels.sizes import (
     CLAMPED,
     GATED,
@@ -279,7 +280,7 @@ def grouped_gemm(
             return reference.grouped_gemm(rows, weight, expert_offsets, row_token=row_token, **named)
     if activation == CLAMPED:
         pre = operators.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, chosen)[0]
-        return operators.swiglu_clamped(pre, alpha, limit)
+        return swiglu_clamped(pre, alpha, limit)
     differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     keep_pre = activation is not None and differentiated and torch.is_grad_enabled()
     given = rows, weight, expert_offsets, row_token, bias, activation or "", keep_pre, chosen

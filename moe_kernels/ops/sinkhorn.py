@@ -47,7 +47,7 @@ from moe_kernels.sizes import contiguous, contiguous_rows
 GRADIENTS = ("unrolled", "implicit")
 
 
-def _temperatures(first: float, last: float) -> Tensor:
+def _taus(first: float, last: float) -> Tensor:
     """`first` and `last` as a CPU tensor (2,): torch.compile would make a new graph for every new value of a float."""
     if not is_compiling():
         return torch.tensor([first, last], dtype=torch.float64, device="cpu")
@@ -259,7 +259,7 @@ def sinkhorn(
     given: tuple[Tensor | None, Tensor | None] = None, None
     if any(value is not None for value in options.values()):
         given = _vectors(rows, scores), _vectors(columns, scores)
-    taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
+    taus = _taus(tau if anneal_from is None else anneal_from, tau)
     limit = -1.0 if tolerance is None else float(tolerance)
     p = operators.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
     return p if scores.dim() == 3 else p.view(scores.shape)

@@ -213,12 +213,12 @@ def _launches_recorded(tape: Tape) -> Iterator[None]:
 @contextlib.contextmanager
 def checked_as_on_a_gpu() -> Iterator[None]:
     """Inside the block values of plans are not checked, as is the default on a GPU, although tensors are on the CPU."""
-    from moe_kernels.library import dispatch, grouped_gemm, plan
+    from moe_kernels import sizes
+    from moe_kernels.ops import plan
 
     with (
         patch.object(plan, "refuse_unknown_experts", lambda *given: None),
-        patch.object(dispatch, "is_checked", lambda index: False),
-        patch.object(grouped_gemm, "is_checked", lambda index: False),
+        patch.object(sizes, "is_checked", lambda index: False),
     ):
         yield
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_kernels import library
-from moe_kernels.library import dispatch, grouped_gemm
+from moe_kernels import backends
+from moe_kernels.ops.combine import combine_fwd
+from moe_kernels.ops.dispatch import dispatch_fwd
+from moe_kernels.ops.grouped_gemm import grouped_gemm_fwd
+from moe_kernels.sizes import refuse_bad_groups, refuse_bad_rows
 
 
 class OnGpu(torch.Tensor):
@@ -22,11 +25,11 @@ def on_gpu(*values):
 X = torch.zeros(2, 4)
 # By words of the expected error: a call that checks indices, one of them out of range.
 STALE = {
-    "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
-    "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),
-    "end between": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
-    "must rise": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 5), X, None),
-    "from -1": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 2), X, on_gpu(0, 7)),
+    "row_token": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
+    "slot_row": lambda: refuse_bad_rows("combine", on_gpu(0, 2), 2),
+    "end between": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
+    "must rise": lambda: refuse_bad_groups(on_gpu(0, 5), X, None),
+    "from -1": lambda: refuse_bad_groups(on_gpu(0, 2), X, on_gpu(0, 7)),
 }
 
 
@@ -44,10 +47,10 @@ def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_the_check_comes_before_the_kernel(backend, monkeypatch):
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
-    monkeypatch.setattr(library.dispatch.backends, "load", lambda *_: pytest.fail("a kernel was called"))
+    monkeypatch.setattr(backends, "load", lambda *_: pytest.fail("a kernel was called"))
     with pytest.raises(ValueError, match=r"dispatch: plan\.row_token"):
-        dispatch._fwd(X, on_gpu(0, 2), on_gpu(0, 1)[:, None], on_gpu(0, 2), backend)
+        dispatch_fwd(X, on_gpu(0, 2), on_gpu(0, 1)[:, None], on_gpu(0, 2), backend)
     with pytest.raises(ValueError, match=r"combine: plan\.slot_row"):
-        library.combine.combine(X, None, on_gpu(0, 5)[:, None], backend)
+        combine_fwd(X, None, on_gpu(0, 5)[:, None], backend)
     with pytest.raises(ValueError, match="grouped_gemm: expert_offsets"):
-        grouped_gemm.forward(X, torch.zeros(1, 4, 4), on_gpu(0, 5), None, None, "", False, backend)
+        grouped_gemm_fwd(X, torch.zeros(1, 4, 4), on_gpu(0, 5), None, None, "", False, backend)

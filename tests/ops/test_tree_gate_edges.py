@@ -11,7 +11,7 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels import backends
-from moe_kernels.library import tree_gate as operators
+from moe_kernels.ops.tree_gate import tree_gate_fwd
 from tests.helpers.inputs import behind_one, each_alone, far_apart, framed
 from tests.helpers.targets import REFERENCE, Target, on_every_target
 from tests.helpers.tree_gate import PARITIES, D, drawn, gate_and_gradients, identity, unsupported
@@ -240,7 +240,7 @@ def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out=None: made.append((a.dtype, b.dtype)) or mm(a, b))
     x, split, leaf = (torch.randn(shape).to(dtype) for shape in ((3, 64), (1, 63, 64), (1, 64, 64)))
-    found = operators._tree_gate_fwd(x, split, leaf, None, None, 1.0, "", "triton")
+    found = tree_gate_fwd(x, split, leaf, None, None, 1.0, "", "triton")
     if dtype == torch.bfloat16:
         assert found == "fused"
         return

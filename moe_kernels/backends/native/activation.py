@@ -12,7 +12,7 @@ from moe_kernels.sizes import GATED
 ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
 
 
-def bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+def activation_bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
     native.call(
         "activation_bwd", pre, pre.dtype, (grad, pre.dtype, 2), grad.stride(0), (pre, pre.dtype, 2),

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.sizes import compute_dtype, refuse_bad_rows
 
 
-def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
+def combine_fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
     y = rows.new_empty((slot_row.shape[0], rows.shape[1]))
     out_of_range = native.call(
         "combine_fwd", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
@@ -22,7 +22,7 @@ def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tens
     return y
 
 
-def bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
+def combine_bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     out_of_range = native.call(
         "combine_bwd", rows, rows.dtype, (grad, rows.dtype, 2), grad.stride(0), (rows, rows.dtype, 2),

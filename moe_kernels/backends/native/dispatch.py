@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.sizes import refuse_bad_rows
 
 
-def fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
+def dispatch_fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
     rows = x.new_empty((row_token.shape[0], x.shape[1]))
     out_of_range = native.call(
         "dispatch_fwd", rows, x.element_size(), (x, x.dtype, 2), x.stride(0), (row_token, torch.int32, 1),

@@ -34,7 +34,7 @@ def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     return num_rows * din * dout <= SMALL * max(num_experts, 1) or (enough and not _in_tiles(dtype))
 
 
-def fwd(
+def grouped_gemm_fwd(
     native, x, weight, expert_offsets, row_token, bias, activation, keep_pre, training=False
 ) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
@@ -56,7 +56,7 @@ def fwd(
     return out, x.new_empty(0, dout) if pre is None else pre
 
 
-def bwd_weight(
+def grouped_gemm_bwd_weight(
     native, x, grad, expert_offsets, x_token, grad_token, with_bias, row_weight=None
 ) -> tuple[Tensor, Tensor]:
     size = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
@@ -78,7 +78,7 @@ def bwd_weight(
     return dweight, dbias
 
 
-def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
+def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     out = rows.new_empty(num_tokens, rows.shape[1])
     native.call(
         "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype, 2), (row_token, torch.int32, 1),
@@ -87,7 +87,7 @@ def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: in
     return out
 
 
-def hidden_bwd(
+def expert_mlp_bwd_hidden(
     native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation, b_out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
@@ -104,7 +104,7 @@ def hidden_bwd(
     return dpre, weighted, drow_weight
 
 
-def mlp(
+def expert_mlp_fwd(
     native, x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre
 ) -> tuple[Tensor, Tensor] | None:
     """y and pre of the expert MLP from one C++ call. None if AT_ONCE or in_cpp forbids it, or an index is out of range.
@@ -136,7 +136,9 @@ def mlp(
     return None if out_of_range else (y, pre)
 
 
-def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+def grouped_gemm_norms(
+    native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None
+) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype))
     large = not in_cpp(rows.dtype, weight.shape, rows.shape[0])
     by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)

@@ -15,7 +15,7 @@ from moe_kernels.sizes import GATED
 COLUMNS = 128  # columns of a tile in hidden_bwd and norms, whose kernels write one partial sum per row and tile
 
 
-def fwd(
+def grouped_gemm_fwd(
     native, x, weight, expert_offsets, row_token, bias, activation, keep_pre, training=False
 ) -> tuple[Tensor, Tensor]:
     num_rows, width = (x if row_token is None else row_token).shape[0], weight.shape[2]
@@ -29,7 +29,7 @@ def fwd(
     return out, pre
 
 
-def bwd_weight(
+def grouped_gemm_bwd_weight(
     native, x, grad, expert_offsets, x_token, grad_token, with_bias, row_weight=None
 ) -> tuple[Tensor, Tensor]:
     num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
@@ -44,7 +44,7 @@ def bwd_weight(
     return dweight, dbias
 
 
-def hidden_bwd(
+def expert_mlp_bwd_hidden(
     native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation, b_out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight, num_rows = w_out.transpose(1, 2), pre.shape[0]
@@ -61,7 +61,7 @@ def hidden_bwd(
     return dpre, weighted, partial.sum(0)
 
 
-def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
+def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     out = rows.new_empty((num_tokens, rows.shape[1]))
     if rows.numel() == 0 or num_tokens == 0:
         return out.zero_()
@@ -73,7 +73,9 @@ def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: in
     return out
 
 
-def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+def grouped_gemm_norms(
+    native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None
+) -> Tensor:
     partial = _partial(rows, rows.shape[0], weight.shape[2])
     native.call(
         "grouped_gemm_norms", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),

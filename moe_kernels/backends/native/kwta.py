@@ -13,20 +13,20 @@ from moe_kernels.sizes import words
 TIES = {"index": 0, "strict": 1, "all": 2}
 
 
-def fwd(native: ModuleType, x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool):
+def kwta_fwd(native: ModuleType, x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool):
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     bits = x.new_empty((x.shape[0], words(x.shape[1]) if save_bits else 0), dtype=torch.int32)
     _run(native, x, values, k, ties, y=y, bits=bits if save_bits else None)
     return y, bits
 
 
-def mask(native: ModuleType, x: Tensor, k: int, ties: str) -> Tensor:
+def kwta_mask(native: ModuleType, x: Tensor, k: int, ties: str) -> Tensor:
     out = x.new_empty(x.shape, dtype=torch.bool)
     _run(native, x, None, k, ties, mask=out)
     return out
 
 
-def bwd(native: ModuleType, grad: Tensor, bits: Tensor) -> Tensor:
+def kwta_bwd(native: ModuleType, grad: Tensor, bits: Tensor) -> Tensor:
     dx = torch.empty_like(grad, memory_format=torch.contiguous_format)
     native.call(
         "kwta_bwd", grad, grad.element_size(), (grad, grad.dtype, 2), grad.stride(0), (bits, torch.int32, 2),

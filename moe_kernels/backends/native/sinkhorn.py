@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def fwd(native, scores, taus, rows, columns, tolerance) -> Tensor:
+def sinkhorn_fwd(native, scores, taus, rows, columns, tolerance) -> Tensor:
     p = scores.new_empty(scores.shape)
     _run(native, "sinkhorn_fwd", scores, taus, p, sums=(*_vectors(rows, columns), tolerance))
     return p
 
 
-def bwd(native, grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def sinkhorn_bwd(native, grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dscores = scores.new_empty(scores.shape)
     drows, dcolumns = (None if x is None else x.new_empty(x.shape) for x in (rows, columns))
     sums = (*_vectors(rows, columns), tolerance, *_vectors(drows, dcolumns))

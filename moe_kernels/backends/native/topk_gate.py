@@ -12,7 +12,7 @@ from moe_kernels.sizes import compute_dtype, words
 SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 logit (8), an integer key (8), an index (4)
 
 
-def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
+def topk_gate_fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, k), dtype=compute_dtype(logits.dtype))
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
@@ -26,7 +26,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
     return weights, experts
 
 
-def bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
+def topk_gate_bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
     native.call(
         "topk_gate_bwd", dlogits, dtype, (grad, compute_dtype(dtype), 2), (weights, compute_dtype(dtype), 2),

@@ -13,7 +13,7 @@ PAD = 16  # kPad of csrc/cpu/tree_gate.cpp: arrays in scratch are rounded up to 
 BLOCK = 128  # kBlock of csrc/cpu/tree_route.cpp: tokens that descend a tree together
 
 
-def fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
+def tree_gate_fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     tokens, _, experts = leaf_logits.shape
     gates = leaf_logits.new_empty((tokens, experts), dtype=_results_dtype(native, leaf_logits.dtype))
     leaf_probs = gates.new_empty(leaf_logits.shape)
@@ -22,7 +22,7 @@ def fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]
     return gates, leaf_probs
 
 
-def bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
+def tree_gate_bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
     dtype = _results_dtype(native, leaf_logits.dtype)
     grads = (grad_gates, dtype, 2), (grad_leaf_probs, dtype, 3)
@@ -57,7 +57,9 @@ def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=
     )  # fmt: skip
 
 
-def route(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tree_route_fwd(
+    native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = contiguous_rows(x)
     (tokens, dim), (trees, experts, _) = x.shape, leaf_weight.shape
     weights = x.new_empty((tokens, trees), dtype=compute_dtype(x.dtype))

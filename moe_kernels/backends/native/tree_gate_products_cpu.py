@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
-from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
+from moe_kernels.backends.native.grouped_gemm_cpu import grouped_gemm_bwd_weight, grouped_gemm_fwd
 from moe_kernels.sizes import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
 # kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: COLUMNS is room for the nodes and leaves of a branch, TILE the
@@ -28,7 +27,7 @@ COLUMNS, TILE = 32, 256
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
-def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor]:
+def tree_gate_logits(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor]:
     above = _nodes_above(leaf_weight)
     top_weight, top_bias = split_weight[:, :above], None if split_bias is None else split_bias[:, :above]
     others = split_weight, leaf_weight, split_bias, leaf_bias
@@ -47,7 +46,7 @@ def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> t
     return split.to(x.dtype), leaf.to(x.dtype)
 
 
-def bwd(
+def tree_gate_logits_bwd(
     native, dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants
 ) -> tuple[Tensor, Tensor, Tensor]:
     above = _nodes_above(leaf_weight)
@@ -86,12 +85,14 @@ def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) 
 def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, P), weight (P, N), bias (1, N) -> (T, N)"""
     operands = contiguous_rows(x), contiguous_matrices(weight[None]), all_rows(x)
-    return grouped_gemm(native, *operands, None, bias, "", False)[0]
+    return grouped_gemm_fwd(native, *operands, None, bias, "", False)[0]
 
 
 def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
     """grad (T, K, N), x (T, P) -> (K, N, P), the gradient to the weight of _logits."""
-    flat, _ = bwd_weight(native, contiguous_rows(grad.flatten(1)), contiguous_rows(x), all_rows(x), None, None, False)
+    flat, _ = grouped_gemm_bwd_weight(
+        native, contiguous_rows(grad.flatten(1)), contiguous_rows(x), all_rows(x), None, None, False
+    )
     return flat.view(*grad.shape[1:], x.shape[1])
 
 

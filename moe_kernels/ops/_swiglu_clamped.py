@@ -15,7 +15,7 @@ from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
 
 
-def swiglu_clamped(pre: Tensor, alpha: float, limit: float) -> Tensor:
+def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:
     return activate(pre.to(compute_dtype(pre.dtype)), "swiglu_clamped", alpha, limit).to(pre.dtype)
 
 
@@ -28,7 +28,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return operators.swiglu_clamped_bwd(grad, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
 
 
-def swiglu_clamped_bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
+def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
     dtype = compute_dtype(pre.dtype)
     grad, gate, linear = grad.to(dtype), pre[..., ::2].to(dtype), pre[..., 1::2].to(dtype)
     g, u = gate.clamp(max=limit), linear.clamp(-limit, limit)
@@ -40,7 +40,7 @@ def swiglu_clamped_bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) ->
 
 define(
     "swiglu_clamped(Tensor pre, float alpha, float limit) -> Tensor",
-    swiglu_clamped,
+    _fwd,
     lambda pre, alpha, limit: pre.new_empty((*pre.shape[:-1], pre.shape[-1] // 2)),
     no_flops,
     save=_save,
@@ -48,8 +48,10 @@ define(
 )
 define(
     "swiglu_clamped_bwd(Tensor grad, Tensor pre, float alpha, float limit) -> Tensor",
-    swiglu_clamped_bwd,
+    _bwd,
     lambda grad, pre, alpha, limit: pre.new_empty(pre.shape),
     no_flops,
     backward=no_second_derivative("swiglu_clamped"),
 )
+
+swiglu_clamped = operators.swiglu_clamped
