@@ -53,6 +53,11 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if each is None else each.contiguous() for each in tensors)
 
 
+def aligned(tensor: Tensor, size: int) -> bool:
+    """Whether the address of the tensor is a multiple of `size` bytes."""
+    return tensor.data_ptr() % size == 0
+
+
 def is_checked(index: Tensor) -> bool:
     """Whether to check the values of an index array before kernels use them as indices.
 

@@ -25,8 +25,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _gpu
-
 NAMES = ("reference", "cpu", "triton", "cuda")
 
 # Order of the automatic choice, by device type, for operations that are not in ORDER. cuda and triton were not yet
@@ -140,7 +138,7 @@ def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str
 
 @constant
 def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[str, int], ...]:
-    return limits(name, op, _gpu.target(device, index))
+    return limits(name, op, target_of(device, index))
 
 
 def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
@@ -168,7 +166,15 @@ def _choose(
     dtype: torch.dtype,
     passed: tuple[tuple[str, str], ...],  # backends that cannot take the sizes, with the reason
 ) -> str:
-    return _decide(op, requested(backend), _gpu.target(device, index), dtype, passed)
+    return _decide(op, requested(backend), target_of(device, index), dtype, passed)
+
+
+def target_of(device: str, index: int | None) -> str:
+    """The device type; for a GPU that torch can use, with its compute capability: "cuda:8.0"."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return device
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{device}:{major}.{minor}"
 
 
 def requested(backend: str | None) -> str | None:
@@ -273,7 +279,7 @@ def explain(op: str, *args: object) -> list[Candidate]:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors:
         raise TypeError(f"explain: expected the arguments of {op}, a Tensor among them; got {args!r}")
-    x, target = tensors[0], _gpu.target(tensors[0].device.type, tensors[0].device.index)
+    x, target = tensors[0], target_of(tensors[0].device.type, tensors[0].device.index)
     sized = tensors[: 2 if op in ("tree_gate", "tree_route") else 1]
     sizes = SIZES[op](*sized) if op in SIZES else None
     found = candidates(op, target, x.dtype, sizes)

@@ -39,10 +39,6 @@ def as_numbers(device_type: str, name: str, arguments: Iterable[Any]) -> list[in
     ]
 
 
-def aligned(tensor: Tensor, size: int) -> bool:
-    return tensor.data_ptr() % size == 0
-
-
 def unsupported(target: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """None if kernels for device type `expected` and `dtypes` take tensors of `target` and `dtype`, else the reason."""
     device = target.partition(":")[0]

@@ -5,14 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def target(device: str, index: int | None) -> str:
-    """The device type; for a GPU that torch can use, with its compute capability: "cuda:8.0"."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return device
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"{device}:{major}.{minor}"
-
-
 def capability(target: str) -> tuple[int, int] | None:
     """The compute capability in `target`. If it has none: that of the current GPU, or None without a GPU."""
     if ":" not in target and not torch.cuda.is_available():

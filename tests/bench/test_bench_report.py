@@ -363,7 +363,7 @@ def test_sources_are_found_in_every_folder():
     packages = {"moe_kernels/backends/triton/__init__.py"}
     assert found == packages | {"moe_kernels/ops/tree_gate.py", kernels, "moe_kernels/backends/native/tree_gate.py"}
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
-    assert ledger.ROOT / "moe_kernels/backends/triton/_rows.py" in ledger.sources("kwta", "triton")
+    assert ledger.ROOT / "moe_kernels/backends/triton/__init__.py" in ledger.sources("kwta", "triton")
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("expert_mlp", "cuda")
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("dispatch", "cuda")  # for its gradient
     assert ledger.ROOT / "csrc/cuda/kwta.cu" not in ledger.sources("dispatch", "cuda")

@@ -1,4 +1,4 @@
-"""Triton backend: kernels, and functions that launch them.
+"""Triton backend: kernels, and functions that launch them; here what several of its files share.
 
 Each file without a leading underscore serves one or more operations. Its functions *_supports return None if the
 kernels take a device and dtype, else the reason why not; functions *_limits return the largest sizes that kernels take.
@@ -13,9 +13,20 @@ from typing import Any
 import numpy
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.sizes import aligned
 
 # Device type of the tensors that kernels take. tests/ptx sets "cpu", since it executes compiled kernels on the host.
 device_type = "cuda"
+
+TILE = 2048  # elements of a program's tile; 4096 for rows of 2049 to 4096 elements
+LONGEST = 4096  # longest row that fits one tile
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
+FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
 
 def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -54,7 +65,7 @@ def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: during a call the GPU of the first argument is current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
-    def wrapper(x: torch.Tensor, *rest: Any) -> Any:
+    def wrapper(x: Tensor, *rest: Any) -> Any:
         if not x.is_cuda or x.get_device() == torch.cuda.current_device():
             return launcher(x, *rest)
         with torch.cuda.device(x.get_device()):
@@ -63,6 +74,56 @@ def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def patterns(x: torch.Tensor) -> torch.Tensor:
+def patterns(x: Tensor) -> Tensor:
     """A view of x as integers of the same width."""
     return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def tile(dim: int) -> dict[str, int]:
+    """Tile sizes and warps of a program for rows of `dim` elements."""
+    block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
+    tokens = max(TILE // block, 1)
+    return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
+
+
+def common_unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
+    """The first of `units` (in elements; by default 16 bytes) that divides n, all row strides and addresses, else 1.
+
+    A kernel gets n and the strides divided by this unit and multiplies them by it, so the compiler knows a divisor. The
+    unit is 1 if n or a stride is 2^31 or more: the kernel's product could overflow 32 bits.
+    """
+    size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
+    for count in units or (16 // size,):
+        divides = all(each % count == 0 and each < 2**31 for each in (n, *strides))
+        if divides and all(aligned(each, count * size) for each in tensors):
+            return count
+    return 1
+
+
+@triton.jit
+def clear_rows(
+    rows_ptr,  # (R, D) contiguous
+    expert_offsets_ptr,  # (E + 1)
+    E, R, D,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros to rows expert_offsets[E] to R - 1. The programs of the grid share this work."""
+    first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
+    zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
+    while first < R:
+        row = first + tl.arange(0, BLOCK_T)
+        start = tl.program_id(1) * BLOCK_D
+        while start < D:
+            d = start + tl.arange(0, BLOCK_D)
+            tl.store(rows_ptr + row[:, None] * D + d, zeros, mask=(row < R)[:, None] & (d < D))
+            start += tl.num_programs(1) * BLOCK_D
+        first += tl.num_programs(0).to(tl.int64) * BLOCK_T
+
+
+@triton.jit
+def keys_of(bits, INF: tl.constexpr):
+    """The keys of bit patterns: 0 for -0 and +0, INF + 1 for every NaN."""
+    SIGN: tl.constexpr = -0x80000000 if INF > 0xFFFF else -0x8000
+    magnitude = bits & ~SIGN
+    mirrored = tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(magnitude > INF, INF + 1, mirrored)

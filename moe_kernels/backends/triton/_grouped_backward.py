@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
-from moe_kernels.backends.triton import launch, on_device
+from moe_kernels.backends.triton import launch, on_device, tile
 from moe_kernels.backends.triton._grouped_configs import (
     Tiles,
     activation_of,
@@ -31,7 +31,6 @@ from moe_kernels.backends.triton._grouped_tiles import (
     split_columns,
     tile_rows,
 )
-from moe_kernels.backends.triton._rows import tile
 
 TILE = 2048  # elements of a program of activation_bwd
 

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels.backends import _addresses
+from moe_kernels.sizes import aligned
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activation of the first half of the columns
 
@@ -136,7 +136,7 @@ def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     multiples of 16 elements: Triton then compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
-        _addresses.aligned(each, 16) for each in (x, other)
+        aligned(each, 16) for each in (x, other)
     )
 
 
@@ -177,9 +177,7 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
     """A descriptor of x for bulk copies (TMA) of blocks of shape `block`; or x itself if none is possible."""
     *outer, last = x.stride()
-    possible = (
-        loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)
-    )
+    possible = loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and aligned(x, 16)
     if not possible or any(stride <= 0 or stride % 8 for stride in outer):
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
+from moe_kernels.backends.triton import TYPES, clear_rows, common_unit, launch, on_device, tile, unsupported
 
 
 @triton.jit
@@ -125,7 +124,7 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
     dim = rows.shape[1]
     y = rows.new_empty((slot_row.shape[0], dim))
     if y.numel():
-        shape, count = tile(dim), unit((rows,), dim)
+        shape, count = tile(dim), common_unit((rows,), dim)
         grid = (triton.cdiv(y.shape[0], shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
         launch(
             _combine_fwd, grid,
@@ -148,7 +147,7 @@ def combine_bwd(
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     if slot_row.numel():
         dim = rows.shape[1]
-        shape, count = tile(dim), unit((grad, rows), dim)
+        shape, count = tile(dim), common_unit((grad, rows), dim)
         launch(
             _combine_bwd, (triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),),
             grad, rows, weights, slot_row, expert_offsets, drows, dweights,

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
-from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
+from moe_kernels.backends.triton import TYPES, clear_rows, common_unit, launch, on_device, patterns, tile, unsupported
 
 
 @triton.jit(do_not_specialize=["units_x_T", "T", "E", "R", "units"], do_not_specialize_on_alignment=["K"])
@@ -49,7 +48,7 @@ def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets:
     if rows.numel():
         shape = tile(dim)
         grid = (max(triton.cdiv(x.shape[0], shape["BLOCK_T"]), 1), triton.cdiv(dim, shape["BLOCK_D"]))
-        count = unit((x,), dim)
+        count = common_unit((x,), dim)
         launch(
             _dispatch_fwd, grid,
             patterns(x), slot_row, expert_offsets, patterns(rows),

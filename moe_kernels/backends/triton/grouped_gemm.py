@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import launch, on_device, unsupported
+from moe_kernels.backends.triton import TYPES, launch, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 callers look them up in this module
     activation_bwd,
     expert_mlp_bwd_hidden,
@@ -30,7 +30,6 @@ from moe_kernels.backends.triton._grouped_tiles import (
     split_columns,
     tile_rows,
 )
-from moe_kernels.backends.triton._rows import TYPES
 
 
 @triton.jit(do_not_specialize=["E", "R"])

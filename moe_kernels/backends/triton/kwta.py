@@ -11,18 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends._addresses import aligned
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import _rows, launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton import FORMATS, common_unit, keys_of, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
-from moe_kernels.sizes import words
+from moe_kernels.sizes import aligned, words
 
 # Which elements win if too many equal the k-th largest: the first of them, none of them, all of them.
 TIES = {"index": 0, "strict": 1, "all": 2}
-
-# INF (bit pattern of +inf) and FORMAT, as in _kwta_values.py.
-FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
 LONGEST = 16384  # most keys in a program's first tile; rows up to RESIDENT have their other keys in a second tile
 RESIDENT = 2 * LONGEST  # longest row whose keys stay in registers; a longer row is read again for each count
@@ -37,15 +33,6 @@ def warps(block: int) -> int:
 
 
 @triton.jit
-def _keys(bits, INF: tl.constexpr):
-    """The keys of bit patterns: 0 for -0 and +0, INF + 1 for every NaN."""
-    SIGN: tl.constexpr = -0x80000000 if INF > 0xFFFF else -0x8000
-    magnitude = bits & ~SIGN
-    mirrored = tl.where(bits < 0, -magnitude, magnitude)
-    return tl.where(magnitude > INF, INF + 1, mirrored)
-
-
-@triton.jit
 def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
     offsets = start + tl.arange(0, BLOCK)
     return tl.load(x_row + offsets, mask=offsets < N, other=0).to(tl.int32)
@@ -55,7 +42,7 @@ def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
 def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
     """BLOCK keys from element `start` on; beyond the end of the row -INF - 2, which never wins."""
     bits = _load_bits(x_row, start, N, BLOCK)
-    return tl.where(start + tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
+    return tl.where(start + tl.arange(0, BLOCK) < N, keys_of(bits, INF), -INF - 2)
 
 
 @triton.jit
@@ -185,7 +172,7 @@ def _kwta_fwd(
     x_row = x_ptr + row * units_x_R * UNIT
     bits = _load_bits(x_row, 0, N, BLOCK)
     guess, step = _first_guess(bits, N, quantile, INF, FORMAT)
-    keys = tl.where(tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
+    keys = tl.where(tl.arange(0, BLOCK) < N, keys_of(bits, INF), -INF - 2)
     rest = keys
     if REST > 0:
         rest = _load_keys(x_row, BLOCK, N, REST, INF)
@@ -265,7 +252,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
         grid = (num_rows, triton.cdiv(n, block))
-        unit = _rows.unit((grad,), n)
+        unit = common_unit((grad,), n)
         launch(
             _kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0) // unit, n // unit,
             UNIT=unit, BLOCK=block, num_warps=warps(block),
@@ -284,7 +271,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     rest = max(triton.next_power_of_2(n - block), 1024) if block < n <= RESIDENT else 0
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
-    unit = _rows.unit((x, source), n)
+    unit = common_unit((x, source), n)
     launch(
         _kwta_fwd, (num_rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
@@ -302,7 +289,7 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
     others = values is not x
     x = _aligned_like_contiguous(x)
     values = _aligned_like_contiguous(values) if others else x
-    unit = _rows.unit((x, values), n, (8,))
+    unit = common_unit((x, values), n, (8,))
     tile = packed_tile(n)
     inf, form = FORMATS[x.dtype]
     launch(

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
+from moe_kernels.backends.triton import FORMATS, launch, on_device, unsupported
+from moe_kernels.backends.triton.kwta import kwta_mask
 from moe_kernels.sizes import plan_rows
 
 TILE = 32  # choices that a program (one warp) of _plan_rank compares with each other at a time

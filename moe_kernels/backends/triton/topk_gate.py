@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
-from moe_kernels.backends.triton.kwta import FORMATS, _keys
+from moe_kernels.backends.triton import FORMATS, keys_of, launch, on_device, patterns, unsupported
 
 TILE = 1024  # logits of a program, padding included; a program with one longer row has more
 LONGEST = 16384  # largest number of experts
@@ -66,7 +65,7 @@ def _topk_gate_fwd(
     offsets = token[:, None] * stride_logits_T + e
     # Padding is -inf. Of equal logits the lower expert is chosen first, so padding is never chosen, as K <= E.
     NEGATIVE_INF: tl.constexpr = INF - 0x8000 if PACKED else INF - 0x80000000
-    keys = _keys(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
+    keys = keys_of(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:
         keys = (keys << 16) | (BLOCK_E - 1 - e)
     keys0, keys1, keys2, keys3 = _fours(keys)
