@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,12 +223,60 @@ def test_no_conflict_markers_are_left():
                 assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE), path
 
 
-def test_imports_go_in_one_direction():
-    layers = ["models", "nn", "ops", "backends"]
-    for rank, layer in enumerate(layers):
-        for path in (ROOT / "moe_kernels" / layer).rglob("*.py"):
-            for above in layers[:rank]:
-                assert f"moe_kernels.{above}" not in path.read_text(), f"{path.name} imports {above}"
-    for path in (ROOT / "python_ref").glob("*.py"):
-        assert "import moe_kernels" not in path.read_text()
-        assert "from moe_kernels" not in path.read_text()
+# The rooms of the house from the ground up. A module imports from its own room and from rooms before it.
+ROOMS = (
+    ("python_ref",),
+    ("moe_kernels._pytree", "moe_kernels._version", "moe_kernels._visible_gpus", "moe_kernels.sizes"),
+    ("moe_kernels.plan", "moe_kernels.backends"),
+    ("moe_kernels.ops",),
+    ("moe_kernels",),  # the names that users import
+    ("moe_kernels.nn",),
+    ("moe_kernels.integrations",),
+    ("moe_kernels.info", "moe_kernels.cases"),
+    ("moe_kernels.verify",),
+    ("moe_kernels.precompile",),
+    ("moe_kernels.papers",),
+    ("moe_kernels.__main__", "bench"),
+)
+
+
+def rank_of(module: str) -> int:
+    places = {name: rank for rank, names in enumerate(ROOMS) for name in names}
+    return places[module] if module in places else rank_of(module.rpartition(".")[0])
+
+
+def imports() -> dict[str, set[str]]:
+    """For each module of ROOMS the modules of ROOMS that its text imports, inside functions too."""
+    files = [path for root in ("moe_kernels", "python_ref", "bench") for path in (ROOT / root).rglob("*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: relative import"
+                given = [f"{node.module}.{alias.name}" for alias in node.names]
+                found[name] |= {each if each in names else str(node.module) for each in given}
+            elif isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+        found[name] &= names.keys() - {name}
+    return found
+
+
+def test_imports_run_down():
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in sorted(others)
+        if rank_of(other) > rank_of(name) or (rank_of(other) == rank_of(name) and roots_differ(name, other))
+    ]
+    assert upwards == []
+
+
+def roots_differ(name: str, other: str) -> bool:
+    """Whether two modules of one rank are in different rooms."""
+    rooms = [max((room for room in ROOMS[rank_of(each)] if each.startswith(room)), key=len) for each in (name, other)]
+    return rooms[0] != rooms[1]
+
+
+def test_no_imports_go_in_a_circle():
+    tuple(TopologicalSorter(imports()).static_order())  # raises CycleError

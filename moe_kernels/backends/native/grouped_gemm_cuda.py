@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.sizes import GATED
 
-COLUMNS = 128  # columns of a tile in expert_mlp_bwd_hidden and grouped_gemm_norms, whose kernels write one partial sum per row and tile
+COLUMNS = 128  # columns of a tile in kernels that write one partial sum per row and tile
 
 
 def grouped_gemm_fwd(
