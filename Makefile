@@ -17,10 +17,15 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: test fuzz bench gpu visible_gpu baseline regression docs lint build clean
+.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint build clean
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
-test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
+QUICK_FILES = machine/test_ptx_counters.py repo/test_contract.py repo/test_examples.py repo/test_import.py
+
+quick: build
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal --quick $(addprefix tests/,ops nn $(QUICK_FILES)) $(PYTEST)
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+from tests.helpers import quick
 from tests.helpers.targets import HAS_GPU, INTERPRET, TARGETS, Target, reason_to_skip, running
 from tests.helpers.time_limit import (  # noqa: F401
     pytest_configure,
@@ -27,6 +28,15 @@ if not HAS_GPU and not INTERPRET:
 
 # With the default thresholds garbage collection slows tests down.
 gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="few of the tests, as tests/helpers/quick.py chooses")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if quick.chosen(item)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -269,6 +269,7 @@ def test_narrow_scores_are_widened_exactly():
     assert torch.equal(layer(x, c), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiles_into_one_graph_forward_and_backward(compiler):
     torch.compiler.reset()

@@ -167,6 +167,7 @@ def test_state_survives_a_round_trip(taken):
         torch.testing.assert_close(search.distance, other.distance, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_compiled_search_hardens_what_was_learned_or_loaded():
     torch._dynamo.reset()
     gates, search, other = torch.rand(4, 5).softmax(-1), LocalSearch(5, 6), LocalSearch(5, 6).eval()

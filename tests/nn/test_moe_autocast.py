@@ -73,6 +73,7 @@ def test_tasks_and_residuals_under_autocast():
         torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_layer_compiles_with_autocast_inside_and_outside(make):
     torch.manual_seed(0)

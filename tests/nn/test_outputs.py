@@ -96,6 +96,7 @@ def test_blocks_that_collect_may_be_nested():
     assert float(outputs.loss) > 0
 
 
+@pytest.mark.slow
 def test_layers_that_collect_compile_whole():
     torch._dynamo.reset()
     model, x = torch.nn.Sequential(layer(output="tensor"), layer(output="tensor")), torch.randn(T, D)

@@ -22,6 +22,9 @@ def checks(module: str, line: str = r"def ([a-z]\w+)\(\) -> None:") -> list[str]
     )
 
 
+pytestmark = pytest.mark.slow  # starts processes
+
+
 @pytest.fixture
 def ranks() -> Ranks:
     return shared()

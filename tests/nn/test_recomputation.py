@@ -74,6 +74,7 @@ def test_a_competition_is_not_decided_twice(rate, own_coin):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("kind", ["topk", "softmax", "random", "ensemble"])
 def test_noise_of_a_generator_is_refused_where_it_would_be_another(kind, compiled):

@@ -24,6 +24,7 @@ def target():
         yield found
 
 
+@pytest.mark.slow
 def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypatch):
     x, offsets = torch.ones(1, 2, device=target.device), torch.tensor([0, 1], dtype=torch.int32, device=target.device)
     monkeypatch.setattr(_grouped_configs, "MAX_COLUMNS", 4)
@@ -32,6 +33,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
         mk.grouped_gemm(x, x.new_ones(1, 2, 5), offsets, backend="triton")
 
 
+@pytest.mark.slow
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
@@ -39,6 +41,7 @@ def test_many_tiles(target, monkeypatch):
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", [False, True])
 def test_tensor_descriptors(target, gathered, monkeypatch):
     made = []

@@ -14,6 +14,7 @@ import moe_kernels as mk
 INF = math.inf
 
 
+@pytest.mark.slow
 def test_harden_is_the_best_assignment():
     pytest.importorskip("scipy", reason="scipy is not installed")
     for n in (1, 2, 5):

@@ -112,6 +112,7 @@ def test_a_thousand_rows_agree_between_cpu_and_cuda():
             assert torch.equal(got, expected), (n, k, ties)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(width=16), min_size=1, max_size=70), st.data())
 def test_any_row_on_the_cpu(row, data):
@@ -233,6 +234,7 @@ def test_empty_and_many_dimensions(target, shape):
         assert mk.kwta_mask(x, k, backend=target.backend).shape == x.shape
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements():
     row = torch.randn(16384).bfloat16()
     x = row.expand(2**17 + 1, -1)

@@ -130,6 +130,7 @@ def test_no_plan_has_more_rows_than_choices(op):
         OPS[op](replace(plan(), row_token=more, row_choice=more), "cpu")
 
 
+@pytest.mark.slow
 def test_the_reference_compiles_although_it_looks():
     """The check of a plan's values is a custom operator: it breaks no graph, and is not run with fake tensors."""
 

@@ -271,6 +271,7 @@ def test_gradient_of_annealed_iterations(target):
     assert torch.equal(plain, same)
 
 
+@pytest.mark.slow
 def test_marginals_against_pot_and_gradcheck():
     ot = pytest.importorskip("ot", reason="POT is not installed")
     scores, rows = torch.randn(2, 5, 5, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64) + 0.2

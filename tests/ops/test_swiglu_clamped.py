@@ -87,6 +87,7 @@ def test_gradients_are_the_definition_s(target, op):
         assert (mine - its).float().norm() <= off * its.float().norm()
 
 
+@pytest.mark.slow
 def test_the_operator_s_gradient_by_differences():
     pre = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     operator = torch.ops.moe_kernels.swiglu_clamped

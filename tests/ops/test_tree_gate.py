@@ -271,6 +271,7 @@ def test_same_bits_whatever_the_threads():
         assert all(map(torch.equal, found[0], others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_opcheck(backend):
     if backends.missing(backend, "tree_gate"):
@@ -285,6 +286,7 @@ def test_opcheck(backend):
         opcheck(ops.tree_route_fwd.default, (*arguments, 1.0, backend))
 
 
+@pytest.mark.slow
 def test_compiles_whole_forward_and_backward():
     if backends.missing("cpu", "tree_gate"):
         pytest.skip(str(backends.missing("cpu", "tree_gate")))
@@ -366,6 +368,7 @@ def test_unknown_parity_and_bad_steps_are_named():
         mk.smooth_step(D["x"].long(), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_products_and_tree_in_one_kernel(dtype):
     products_and_tree_in_one_kernel(dtype)
