@@ -12,8 +12,8 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
-from conftest import nvcc_or_skip, simt
-from ptx import cuda_launch
+from conftest import nvcc_or_skip
+from ptx import cuda_launch, toolkit
 from ptx.machine import PtxError
 
 import moe_kernels as mk
@@ -137,7 +137,7 @@ def test_static_shared_memory_counts_towards_the_limit_of_a_block():
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
     """Compiles module.cpp with a single launcher, which sleeps 0.3 s like a launch into a full queue."""
-    kit = simt.builder.toolkit.find()
+    kit = toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)
     (tmp_path / "module.cpp").write_text((ROOT / "csrc/cuda/module.cpp").read_text())

@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 import sass
-from ptx import cuda_launch
+from ptx import build, cuda_launch, toolkit
 from ptx.text import code_of
-from simt import build, toolkit
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("machine_code_cuda.json")

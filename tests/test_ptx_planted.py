@@ -9,10 +9,9 @@ import struct
 import pytest
 import torch
 from conftest import TARGETS, reason_to_skip, running
-from ptx import cuda_launch, machine, plant, session
+from ptx import cuda_launch, machine, plant, session, toolkit
+from ptx.build import run
 from ptx.machine import PtxError
-from simt import toolkit
-from simt.build import run
 
 import moe_kernels as mk
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from simt.extents import merged
 
 from . import build, decode, records
 from .decode import Kernel
+from .extents import merged
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes of shared memory that a block can have on an A100

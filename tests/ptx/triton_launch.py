@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from simt.build import lock
 
 from . import build, machine
+from .build import lock
 from .decode import Kernel
 from .machine import extents
 from .session import launch, session

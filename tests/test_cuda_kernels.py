@@ -1,5 +1,4 @@
-"""Sources of the CUDA kernels on the CPU under the address and undefined-behaviour sanitizers (tests/simt). The tests
-after test_under_sanitizers run what nvcc compiles (tests/ptx)."""
+"""CUDA kernels, executed from PTX on the CPU (tests/ptx): odd sizes and places, and sizes that launchers refuse."""
 
 from __future__ import annotations
 
@@ -7,24 +6,19 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import simt
-import test_combine
-import test_expert_mlp
-import test_expert_norms
 import test_grouped_gemm
 import test_kwta_edges
 import test_sinkhorn_sums
-import test_topk_gate
 import torch
 from conftest import Target
-from ptx import cuda_launch
+from ptx import build, cuda_launch
 
 import moe_kernels as mk
 from moe_kernels import verify
 from moe_kernels.backends import cuda
 
-MISSING = simt.unavailable() or cuda_launch.unavailable()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
+MISSING = build.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"PTX: {MISSING}")
 
 CUDA = Target("cuda", "cuda", "cpu")
 BF16 = torch.bfloat16
@@ -111,22 +105,18 @@ def trees() -> None:
 
 CALLS: dict[str, Callable[[], None]] = {
     "kwta": kwta,
-    "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
     "make_plan": lambda: verified("make_plan"),
     "dispatch and combine": rows,
-    "choices past a warp": lambda: test_combine.test_more_choices_than_a_warp_has_lanes(CUDA),
     "grouped_gemm": products,
-    "expert_mlp": lambda: test_expert_mlp.test_values_and_gradients_are_the_dense_ones(CUDA, "everything", BF16),
-    "expert_norms": lambda: test_expert_norms.test_values_and_gradients_are_the_dense_ones(CUDA, "swiglu", True, BF16),
     "sinkhorn": sinkhorn,
     "tree_gate and tree_route": trees,
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_sizes_and_places(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "one of two", (1, 0))
-    with simt.use():
+    with cuda_launch.use():
         CALLS[call]()
 
 
