@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
                        float* dweights,                // (tokens, K)
                        int k, int num_experts, int64_t num_rows, int vectors) {
   using Elements = Pack<T, Vector>;
-  SHARED(float, partial, [kChoices][kRowThreads / kWarpSize]);
+  __shared__ float partial[kChoices][kRowThreads / kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int64_t token = blockIdx.x;
   grad += token * grad_stride, slot_row += token * k, weights += token * k, dweights += token * k;

@@ -2,6 +2,7 @@
 // dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias.
 #include "moe/cuda/block.cuh"
 #include "moe/cuda/grouped_gemm.cuh"
+#include "moe/cuda/recompute.cuh"
 #include "ops.h"
 
 namespace moe {
@@ -99,7 +100,8 @@ __device__ void sum_bias(const Gradient<T>& call, int block,
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(const Gradient<T> call) {
-  DYNAMIC_SHARED(T, stages);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  T* const stages = reinterpret_cast<T*>(dynamic_shared);
   int block = blockIdx.x - call.bias_tiles * static_cast<int>(call.num_experts);
   if (block < 0) {
     sum_bias<T, Tile::kThreads>(call, blockIdx.x, reinterpret_cast<float*>(stages));

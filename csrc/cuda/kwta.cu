@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   if (thread / kWarpSize * kWarpSize / LANES >= p.rows) return;  // the condition is the same in all lanes of a warp
   uint32_t* flags = nullptr;
   if constexpr (!WHOLE) {
-    SHARED(uint32_t, words, [kThreads / LANES][kBitsWords<ELEMENTS * LANES>]);
+    __shared__ uint32_t words[kThreads / LANES][kBitsWords<ELEMENTS * LANES>];
     flags = words[threadIdx.x / LANES];
   }
   constexpr int kChunks = ELEMENTS * sizeof(T) / 16;
@@ -320,12 +320,12 @@ template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
   constexpr int kChunks = ELEMENTS * sizeof(T) / 16, kRing = kChunks || WHOLE ? 0 : 2 * THREADS / sizeof(T);
-  SHARED(Exchange<int>, counts, );
-  SHARED(Exchange<float2>, sums, );
-  SHARED(uint32_t, ties, [ThreadTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps]);
+  __shared__ Exchange<int> counts;
+  __shared__ Exchange<float2> sums;
+  __shared__ uint32_t ties[ThreadTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps];
   uint32_t* flags = nullptr;
   if constexpr (!WHOLE) {
-    SHARED(uint32_t, words, [kRing ? kRing : kBitsWords<ELEMENTS * THREADS>]);
+    __shared__ uint32_t words[kRing ? kRing : kBitsWords<ELEMENTS * THREADS>];
     flags = words;
   }
   kwta_row<kRing, T, kChunks, kEdgeElements<T, WHOLE, THREADS>>(blockIdx.x, Team<0>{&counts, ties}, &sums, flags, p);

@@ -9,6 +9,7 @@
 #include "moe/cuda/block.cuh"
 #include "moe/cuda/halves.cuh"
 #include "moe/cuda/keys.cuh"
+#include "moe/cuda/recompute.cuh"
 
 namespace moe {
 namespace {

@@ -1,7 +1,7 @@
 // Declares the launchers of csrc/cuda. A launcher starts its kernels on `stream`; it neither allocates memory nor waits
 // until the kernels finish. It returns cudaErrorInvalidValue for sizes or codes that its kernels cannot take, else what
 // CUDA returns. MOE_CUDA_OPS, at the end, lists the launchers for the Python module (module.cpp) and for the tests that
-// run the kernels on the CPU (tests/simt).
+// run the kernels on the CPU (tests/ptx).
 //
 // `dtype` is float32, bfloat16 or float16, as a code of dtypes.h, unless a comment says otherwise. Sizes: T tokens,
 // K choices of a token (tree gates: K trees), E experts, R rows of a plan, B matrices; D, Din, Dout, H and P features.

@@ -79,7 +79,7 @@ struct Tile {
 template <class Index>
 __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> requests,
                                                               int32_t* counts) {  // (chunks, E)
-  SHARED(int32_t, count, [kWindow]);
+  __shared__ int32_t count[kWindow];
   const Window window(requests.num_experts);
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) count[e] = 0;
   __syncthreads();
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)
                      int chunks, int num_experts) {
-  SHARED(int32_t, sums, [kMaxWarps][kWarpSize]);
+  __shared__ int32_t sums[kMaxWarps][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int expert = blockIdx.x * kWarpSize + lane;
   const int first = warp * chunks / warps, last = expert < num_experts ? (warp + 1) * chunks / warps : 0;
@@ -137,7 +137,7 @@ struct Plan {
 // Computes the first row of every expert and puts those of the block's window into `offset`. Returns the number of rows
 // in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
-  SHARED(Exchange<int>, sums, );
+  __shared__ Exchange<int> sums;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool writes = blockIdx.x == 0 && blockIdx.y == 0;
   int turn = 0;
@@ -169,7 +169,8 @@ __global__ void __launch_bounds__(kThreads)
     plan_rank_kernel(Requests<Index> requests, Plan plan,
                      const int32_t* counts) {  // (chunks, E): requests to each expert in earlier chunks
   const Window window(requests.num_experts);
-  DYNAMIC_SHARED(int32_t, shared);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  int32_t* const shared = reinterpret_cast<int32_t*>(dynamic_shared);
   int32_t* const slots = shared;                         // (kWarps, width): counts of each warp, then its next slots
   int32_t* const next = shared + kWarps * window.width;  // (width): next slot of each expert
   int32_t* const offset = next + window.width;           // (width): first row of each expert

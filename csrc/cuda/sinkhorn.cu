@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_kernel(Matrices scores,  // (B, n, n)
                     void* p,          // (B, n, n)
                     bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
-  SHARED(double, exchange, [Team::kExchange]);
+  __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_log_kernel(Matrices scores,  // (B, n, n)
                         void* p,          // (B, n, n)
                         bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
-  SHARED(double, exchange, [Team::kExchange]);
+  __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
   typename Team::Tile tile;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                         void* dscores,    // (B, n, n)
                         double* scratch,  // (B, stride)
                         int64_t stride, bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
-  SHARED(double, exchange, [Team::kExchange]);
+  __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile, dp;
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                             double* scratch,  // (B, stride)
                             int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
                             int n) {
-  SHARED(double, exchange, [Team::kExchange]);
+  __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
   typename Team::Tile tile, dp;

@@ -219,7 +219,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                              void* p,          // (B, n, n)
                              float* k,         // (B, n, n): p if p is float32, else scratch
                              Cooling cooling, Sums sums, int n) {
-  DYNAMIC_SHARED(double, shared);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  double* const shared = reinterpret_cast<double*>(dynamic_shared);
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
   const Form form = s.form(cooling, sums.prescribed() ? 0 : kFloatRange);
@@ -243,7 +244,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                                  void* dscores,     // (B, n, n)
                                  double* scratch,   // (B, stride): anchor and logs (iterations, 2, n), dS (n, n)
                                  int64_t stride, Cooling cooling, Sums sums, int n) {
-  DYNAMIC_SHARED(double, shared);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  double* const shared = reinterpret_cast<double*>(dynamic_shared);
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
   const bool broken = s.form(cooling, 0) == Form::broken;

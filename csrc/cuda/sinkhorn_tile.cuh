@@ -7,7 +7,6 @@
 #include "moe/common/cooling.h"
 #include "moe/common/dtypes.h"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/special.cuh"
 #include "moe/cuda/warp.cuh"
 

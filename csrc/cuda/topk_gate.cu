@@ -6,8 +6,8 @@
 #include "moe/common/dtypes.h"
 #include "moe/cuda/keys.cuh"
 #include "moe/cuda/launch.cuh"
+#include "moe/cuda/recompute.cuh"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/warp.cuh"
 #include "ops.h"
 
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
                      int32_t* experts,                       // (tokens, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first, bool vectorized) {
   using List = Choices<T, SLOTS>;
-  SHARED(typename List::Shared, shared, [kTokens]);
-  SHARED(typename List::Kept, found, [kTokens][kWarpSize]);
+  __shared__ typename List::Shared shared[kTokens];
+  __shared__ typename List::Kept found[kTokens][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const uint32_t token = blockIdx.x * kTokens + warp;
   if (token >= tokens) return;

@@ -8,7 +8,6 @@
 #include "moe/common/dtypes.h"
 #include "moe/cuda/launch.cuh"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/tree.cuh"
 #include "moe/cuda/warp.cuh"
 #include "ops.h"
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                      T* gates,               // (tokens, E)
                      T* leaf_probs,          // (tokens, K, E)
                      int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing, int lanes_a_token) {
-  DYNAMIC_SHARED(float, heaps);
+  extern __shared__ __align__(128) float heaps[];
   const int num_experts = tree.num_experts, local_token = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float *const heap = heaps + local_token * room(3, num_experts), *const sums = heap + 2 * num_experts;
@@ -135,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                          T* dleaf,                  // (tokens, K, E)
                          int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing,
                          int lanes_a_token) {
-  DYNAMIC_SHARED(float, heaps);
+  extern __shared__ __align__(128) float heaps[];
   const int num_experts = tree.num_experts, local_token = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float* const heap = heaps + local_token * 2 * num_experts;

@@ -24,17 +24,11 @@ struct Weighing {
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   uint32_t pair;
-#ifdef SIMT_HOST
-  T elements[2];
-  narrow(first, elements[0]), narrow(second, elements[1]);
-  memcpy(&pair, elements, sizeof pair);
-#else
   if constexpr (std::is_same_v<T, __half>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   }
-#endif
   return pair;
 }
 

@@ -7,7 +7,6 @@
 #include "moe/common/dtypes.h"
 #include "moe/cuda/launch.cuh"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/tree.cuh"
 #include "moe/cuda/warp.cuh"
 #include "ops.h"
@@ -139,7 +138,8 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
                       int32_t* visited,            // (tokens, K)
                       uint8_t* unsaturated,        // (tokens, K)
                       int64_t tokens, int num_trees, Tree tree, SmoothStep step, int vectors) {
-  DYNAMIC_SHARED(float, shared);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  float* const shared = reinterpret_cast<float*>(dynamic_shared);
   const int lane = threadIdx.x, local_token = threadIdx.z;  // blockDim.y warps share the trees of a token
   float* const logits = shared + local_token * 2 * num_trees;
   int32_t* const chosen = reinterpret_cast<int32_t*>(logits + num_trees);

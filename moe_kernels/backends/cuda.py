@@ -29,7 +29,7 @@ except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built or does not load ({error}); build with nvcc and MOE_KERNELS_CUDA=1"
 
-# tests/simt and tests/ptx run the launchers on CPU tensors: they replace `module`, and set device_type to "cpu".
+# tests/ptx runs the launchers on CPU tensors: it replaces `module`, and sets device_type to "cpu".
 device_type = "cuda"
 
 PLAN_TILE = 1024  # choices that a block of csrc/cuda/plan.cu reads at a time

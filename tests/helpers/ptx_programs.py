@@ -76,7 +76,7 @@ ERRORS = [
         "ld.shared.u32 %r3, [memory]; st.global.u32 [%d4], %r3;",
         "is undefined; the last undefined value comes from a read of shared bytes that",
     ),
-    ("ld.shared.u32 %r3, [memory+4096];", "reads 4 bytes of shared memory at 4096, of 4096"),
+    ("ld.shared.u32 %r3, [memory+4096];", "reads 4 bytes of shared memory at byte 4096 of memory"),
     ("setp.lt.u32 %p0, %r1, 5; @%p0 bra OUT; shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; OUT:", "have left"),
     ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lane 16: executes it, but is not in its own mask 0000ffff"),
     ("setp.lt.u32 %p0, %r1, 5; @%p0 bar.sync 0;", "only lanes 0000001f of ffffffff execute the barrier"),

@@ -1,7 +1,7 @@
 """The targets of fixture `target`: each instruction set of the CPU backend, Triton and CUDA.
 
 Without a GPU, tensors are on the CPU, and tests/ptx executes the PTX that Triton and nvcc compile for sm_80. If
-TRITON_INTERPRET=1 is also set, Triton's interpreter runs Triton's kernels, and tests/simt runs the CUDA sources.
+TRITON_INTERPRET=1 is also set, Triton's interpreter runs Triton's kernels, and CUDA's do not run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from moe_kernels import backends
 from moe_kernels.backends import cpu
-from tests import simt
 from tests.ptx import build as ptx
 from tests.ptx import cuda_launch
 
@@ -45,7 +44,7 @@ class Target:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter or tests/simt runs the kernels: slowly, so tests use small shapes."""
+        """Whether Triton's interpreter runs the kernels: slowly, so tests use small shapes. CUDA's are skipped then."""
         return self.executed and INTERPRET
 
 
@@ -56,11 +55,10 @@ TARGETS = [Target(f"cpu-{isa}", "cpu", "cpu") for isa in cpu.module.isas] + [
 
 def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
     unavailable = None
-    if target.executed:
-        if target.interpreted:
-            unavailable = simt.unavailable() if target.backend == "cuda" else None
-        else:
-            unavailable = ptx.unavailable() or (cuda_launch.unavailable() if target.backend == "cuda" else None)
+    if target.interpreted:
+        unavailable = "TRITON_INTERPRET=1 interprets Triton's kernels only" if target.backend == "cuda" else None
+    elif target.executed:
+        unavailable = ptx.unavailable() or (cuda_launch.unavailable() if target.backend == "cuda" else None)
     return unavailable or backends.missing(target.backend, op)
 
 
@@ -69,7 +67,7 @@ def running(target: Target) -> Iterator[Target]:
     """Inside the block, the target's kernels take tensors on its device; a CPU target uses its instruction set."""
     with contextlib.ExitStack() as stack:
         if target.backend == "cuda" and target.executed:
-            stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())
+            stack.enter_context(cuda_launch.use())
         if target.backend == "cpu":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(cpu, "isa", cpu.module.isas.index(target.id.removeprefix("cpu-")))

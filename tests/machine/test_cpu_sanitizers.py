@@ -1,4 +1,4 @@
-"""The CPU kernels under the address and undefined-behaviour sanitizers (tests/simt)."""
+"""The CPU kernels under the address and undefined-behaviour sanitizers (tests/sanitizers)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
 from moe_kernels.ops.expert_mlp import expert_mlp_of_choices
 from moe_kernels.verify import relative_error
-from tests import simt
+from tests import sanitizers
 from tests.helpers.tree_gate import drawn
 
 pytestmark = [
-    pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable())),
+    pytest.mark.skipif(sanitizers.unavailable() is not None, reason=str(sanitizers.unavailable())),
     pytest.mark.timeout(900),  # for a build of the CPU kernels with the sanitizers
 ]
 
@@ -29,7 +29,7 @@ ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 @pytest.fixture
 def sanitized():
-    with simt.use_cpu(ISA):
+    with sanitizers.use(ISA):
         yield
 
 
@@ -61,7 +61,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
-    refused = "CUDA error 1$"  # tests/simt prints this if a launcher returns 1, also for CPU kernels
+    refused = "the launcher returned 1$"
     for index in (2, -2, 2**31 - 1):
         with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
             mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")
@@ -173,7 +173,28 @@ def test_experts(sanitized, dtype, small, monkeypatch):
 
 def test_an_overrun_is_caught():
     x, y = torch.randn(1, 40), torch.empty(1, 39)
-    module = simt.Module(simt.CPU[ISA])
+    module = sanitizers.Module(ISA)
     module.announce(x, y)
     with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         module.kwta_fwd(0, x.data_ptr(), 40, 0, 0, y.data_ptr(), 0, 0, 1, 40, 20, 0, 0.0, 1)
+
+
+def test_a_call_sees_announced_buffers_only():
+    x, y = torch.randn(1, 40), torch.empty(1, 40)
+    module = sanitizers.Module(ISA)
+
+    def kwta(given):
+        module.kwta_fwd(0, given, 40, 0, 0, y.data_ptr(), 0, 0, 1, 40, 20, 0, 0.0, 1)
+
+    module.announce(x)
+    with pytest.raises(RuntimeError, match="a pointer into none of the announced buffers"):
+        kwta(x.data_ptr())
+    wide = torch.randn(2, 200)[:, :40]  # a strided view: its last row ends before element 240
+    module.announce(wide, y)
+    kwta(wide.data_ptr() + 4 * 200)
+    assert torch.equal(y, mk.kwta(wide[1:], 20, backend="reference"))
+    module.announce(wide, y)
+    with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
+        kwta(wide.data_ptr() + 4 * 204)
+    with pytest.raises(RuntimeError, match="kwta_fwd: 5 arguments, 14 expected"):
+        module.kwta_fwd(0, 0, 0, 1, 40)

@@ -16,9 +16,8 @@ import torch
 import moe_kernels as mk
 import python_ref.sinkhorn as sinkhorn_reference
 import python_ref.tree_gate as tree_reference
-from tests import simt
 from tests.helpers.targets import nvcc_or_skip
-from tests.ptx import cuda_launch
+from tests.ptx import cuda_launch, toolkit
 from tests.ptx.machine import PtxError
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +137,7 @@ def test_static_shared_memory_counts_towards_the_limit_of_a_block():
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
     """Compiles module.cpp with a single launcher, which sleeps 0.3 s like a launch into a full queue."""
-    kit = simt.builder.toolkit.find()
+    kit = toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)
     (tmp_path / "module.cpp").write_text((ROOT / "csrc/cuda/module.cpp").read_text())

@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import sass
-from tests.ptx import cuda_launch
+from tests.ptx import build, cuda_launch, toolkit
 from tests.ptx.text import code_of
-from tests.simt import build, toolkit
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("machine_code_cuda.json")

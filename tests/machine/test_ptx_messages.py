@@ -11,13 +11,18 @@ from tests.helpers.ptx_programs import ERRORS, EXCHANGE, ints, pytestmark, run  
 from tests.helpers.wgmma import MISUSES, one_product
 from tests.ptx import build, tensor_map
 from tests.ptx.machine import PtxError
+from tests.ptx.text import parse
 
 # Name: (program, pattern of the expected error). A block has one warp, or two if the name begins with "warps".
 CASES = {
     # bounds, alignment and unwritten bytes
     "store behind shared memory": (
         "st.shared.u32 [memory+4096], %r0;",
-        "writes 4 bytes of shared memory at 4096, of 4096",
+        "writes 4 bytes of shared memory at byte 4096 of memory, which has 4096",
+    ),
+    "load before shared memory": (
+        "mov.u32 %r3, memory; ld.shared.u32 %r4, [%r3+-4];",
+        "reads 4 bytes of shared memory at byte -4 of memory, which has 4096",
     ),
     "misaligned shared load": ("ld.shared.u32 %r3, [memory+2];", "shared address 2 is not a multiple of 4"),
     "misaligned shared store": ("st.shared.u32 [memory+6], %r0;", "shared address 6 is not a multiple of 4"),
@@ -150,6 +155,48 @@ PARTS = {
     "few": "setp.lt.u32 %p0, %r1, 5;",
     "init": "mbarrier.init.shared::cta.b64",
 }
+
+
+# Accesses beyond one of two more variables. On a GPU the first one lands in the other variable.
+TWO = ".shared .align 4 .b8 near[100]; .shared .align 128 .b8 far[256]; mov.u32 %r5, near; mov.u32 %r6, far;"
+BEYOND = {
+    "store": ("st.shared.u32 [near+128], %r0;", "writes 4 bytes of shared memory at byte 128 of near, which has 100"),
+    "load before": ("ld.shared.u32 %r3, [%r6+-4];", "reads 4 bytes of shared memory at byte -4 of far, which has 256"),
+    "vector over the end": ("st.shared.v2.u32 [near+96], {%r0, %r0};", "writes 8 bytes .* at byte 96 of near, which"),
+    "lane": ("add.s32 %r3, %r5, %r2; ld.shared.u32 %r4, [%r3];", "reads 4 bytes .* at byte 100 of near, which has"),
+    "atomic": ("atom.shared.add.u32 %r3, [near+100], 1;", "reads 4 bytes .* at byte 100 of near, which has 100"),
+    "copy": ("cp.async.ca.shared.global [%r6+256], [%d0], 4;", "writes 4 bytes .* at byte 256 of far, which has 256"),
+    "matrix": (
+        "add.s32 %r3, %r6, 144; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r7, %r8, %r9, %r10}, [%r3+112];",
+        "reads 16 bytes .* at byte 256 of far, which has 256",
+    ),
+    "fragment": ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6+256], {%r0};", "writes 16 bytes .* at byte 256 of far"),
+    "mbarrier": ("mbarrier.init.shared::cta.b64 [%r6+-8], 1;", "writes 8 bytes .* at byte -8 of far, which has 256"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_access_beyond_a_variable(name):
+    body, message = BEYOND[name]
+    with pytest.raises(PtxError, match=message):
+        run(f"{TWO} {body}", ints())
+
+
+def test_variables_are_apart_by_their_sizes_with_offsets_in_1024_bytes_as_without_gaps():
+    sizes = {"a": (4, 100), "b": (128, 5000), "c": (16, 48), "d": (1024, 1024), "e": (2, 6), "rest": (16, 0)}
+    declared = " ".join(f".shared .align {align} .b8 {name}[{size or ''}];" for name, (align, size) in sizes.items())
+    (entry,) = parse(f".visible .entry probe() {{ {declared} ret; }}")
+    packed, last = 0, None
+    for name, (align, size) in sizes.items():
+        packed = -(-packed // align) * align
+        offset, size_there = entry.shared[name]
+        assert size_there == size
+        assert (offset - packed) % 1024 == 0
+        if last:
+            assert offset - sum(last) >= max(1024, last[1], size)
+        packed, last = packed + size, (offset, size)
+    assert entry.static_shared == packed
+    assert entry.shared_gaps == entry.shared["rest"][0] - packed
 
 
 def execute(name):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import struct
 
 import pytest
 import torch
 
 import moe_kernels as mk
 from tests.helpers.planted_ptx import GPU, gemm, kwta, on
-from tests.ptx import plant, session
+from tests.ptx import cuda_launch, machine, plant, session, toolkit
+from tests.ptx.build import run
 from tests.ptx.machine import PtxError
 
 pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are interpreted")
@@ -230,3 +232,42 @@ def test_lane_missing_from_a_mask(backend, name):
             edit = only_in(kernel, plant.on_line(line, r"(-1|%r\d+)(\s*;)", r"0xfffffffe\2"))
             outcome = caught(CALLS[name], backend, expected, edit)
             assert "is not in its own mask fffffffe" in (outcome or ""), text
+
+
+TWO_ARRAYS = """
+extern "C" __global__ void shift(const float* x, float* y, int to, int from) {
+  __shared__ float near[64], far[64];
+  const int i = threadIdx.x;
+  near[i + to] = x[i];
+  far[i] = 2 * x[i];
+  __syncthreads();
+  y[i] = near[63 - i] + far[i - from];
+}
+"""
+
+
+def shifted(to, from_, folder):
+    nvcc = toolkit.find().nvcc
+    (folder / "shift.cu").write_text(TWO_ARRAYS)
+    run([str(nvcc), "-arch=sm_80", "-lineinfo", "-ptx", str(folder / "shift.cu"), "-o", str(folder / "shift.ptx")])
+    kernel = machine.kernel((folder / "shift.ptx").read_text(), "shift")
+    x, y = torch.randn(64), torch.zeros(64)
+    parameters = struct.pack("<2Q2i", x.data_ptr(), y.data_ptr(), to, from_)
+    memory = machine.extents([x, y])
+    machine.check(machine.run(kernel, (1,), (64,), kernel.static_shared, parameters, memory, machine.Settings()))
+    assert torch.equal(y, x.flip(0) + 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("to", "from_", "message"),
+    [
+        (1, 0, r"shift.cu:5: st\.shared.*\n.*warp 1 lane 31: writes 4 bytes .* at byte 256 of near, which has 256"),
+        (0, 1, r"shift.cu:8: ld\.shared.*\n.*warp 0 lane 0: reads 4 bytes .* at byte -4 of far, which has 256"),
+    ],
+)
+def test_index_of_one_array_reaches_the_next(to, from_, message, tmp_path):
+    if cuda_launch.unavailable():
+        pytest.skip(str(cuda_launch.unavailable()))
+    shifted(0, 0, tmp_path)
+    with pytest.raises(PtxError, match=message):
+        shifted(to, from_, tmp_path)

@@ -220,8 +220,8 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("tokens", [512, 528, 544])
 def test_as_many_chunks_as_a_block_has_warps(target, tokens):
-    """GPU kernels split the choices into chunks: here into 32, 33 and 34 (CUDA interpreted: into 1, 2 and 2)."""
-    if target.backend == "cuda" and not target.interpreted:
+    """GPU kernels split the choices into chunks: here into 32, 33 and 34."""
+    if target.backend == "cuda":
         tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
     plan = mk.make_plan(experts.to(target.device), 9, backend=target.backend)
@@ -236,7 +236,7 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
     if target.backend == "cuda":
         two = lambda experts, num_experts, order: experts.new_empty((2, num_experts), dtype=torch.int32)  # noqa: E731
         monkeypatch.setattr(backends.load("cuda", OP), "plan_counts", two)
-    tokens = 1301 if target.backend == "cuda" and not target.interpreted else 301
+    tokens = 1301 if target.backend == "cuda" else 301
     for num_experts in (9, 1100):
         experts = torch.randint(-1, num_experts, (tokens, 2))
         experts[::3], experts[1::3, 0], experts[2::3] = num_experts - 1, 0, -1

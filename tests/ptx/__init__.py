@@ -9,6 +9,8 @@
 The following raise a `PtxError` that names the kernel, PTX line, source line, block, warp and lane:
 
 * an access outside of the launch's tensors, even by one byte, or a misaligned access;
+* an access beyond a variable in shared memory, also if it would reach the next variable (up to a distance of the larger
+  of the two, and at least 1 KiB);
 * a race in shared memory: between two warps with no barrier, between two lanes of a warp with no bar.warp.sync, or with
   a cp.async that may still be writing;
 * an operand of a wgmma that is overwritten, or an accumulator that is written, before the wait for the wgmma;

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import functools
+import hashlib
 import os
 import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from tests.simt.build import build_once, compiler, digest, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -21,6 +25,41 @@ FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 def cache_folder() -> Path:
     chosen = os.environ.get("MOE_KERNELS_CACHE")
     return Path(chosen) / "ptx" if chosen else ROOT / "build" / "ptx"
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Only one process at a time is inside the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_once(target: Path, make: Callable[[str], object]) -> Path:
+    """Returns `target`. If it does not exist, make(part) writes another file, which is then renamed to `target`. Two
+    processes never do so at the same time."""
+    with lock(target.with_suffix(".lock")):
+        if not target.exists():
+            part = target.with_suffix(f".{os.getpid()}.part{target.suffix}")
+            make(str(part))
+            part.rename(target)
+    return target
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++")
 
 
 def unavailable() -> str | None:

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests import simt
-from tests.simt import toolkit
-from tests.simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
-
-from . import machine
-from .build import ROOT, cache_folder
+from . import machine, toolkit
+from .build import HERE, ROOT, build_once, cache_folder, compiler, digest, lock, run
 from .decode import Kernel, demangled
+from .launchers import Launchers, replace_module
 from .machine import PtxError, extents
 from .session import launch, seed, session
 from .text import entry_names
@@ -28,7 +25,7 @@ from .text import entry_names
 ARCHITECTURE = "compute_80"
 # NVCCFLAGS of setup.py; tests/repo/test_build.py compares them.
 PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-HERE = Path(__file__).resolve().parent
+KERNELS = Path("csrc/cuda")
 
 
 def unavailable() -> str | None:
@@ -43,15 +40,23 @@ class Compiled:
     modules: dict[str, Path]  # file name of a .cu source -> its PTX
 
 
+@functools.cache
+def _headers() -> str:
+    """A digest of every header of this repository that the sources may include."""
+    folders = (ROOT / "csrc" / "include", ROOT / KERNELS)
+    files = sorted(each for folder in folders for each in folder.rglob("*") if each.suffix in (".h", ".cuh"))
+    return digest(*(f"{each.relative_to(ROOT)}\n{each.read_text()}" for each in (*files, HERE / "call.h")))
+
+
 def build(source: Path) -> Path:
     """Path of a source's host object. For a .cu file its PTX (.ptx) and nvcc's output (.warnings) are beside it."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
     options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
-    options += [f"-I{each}" for each in (KERNELS.folder, Path("csrc/include"), Path("tests/simt"))]
+    options += [f"-I{each}" for each in (KERNELS, Path("csrc/include"))]
     options += ["-gencode", f"arch={ARCHITECTURE},code={ARCHITECTURE}"]
     text = (ROOT / source).read_text()
-    key = digest(nvcc, Path(nvcc).stat().st_mtime, headers(KERNELS), os.environ.get("CXX", ""), options, source, text)
+    key = digest(nvcc, Path(nvcc).stat().st_mtime, _headers(), os.environ.get("CXX", ""), options, source, text)
     folder = cache_folder() / "cuda"
     target = folder / f"{source.stem}-{key}.o"
     with lock(target.with_suffix(".lock")):
@@ -69,11 +74,12 @@ def build(source: Path) -> Path:
 
 @functools.cache
 def compiled() -> Compiled:
-    sources = [*KERNELS.sources(), Path("tests/simt/call.cpp"), HERE.relative_to(ROOT) / "cudart.cpp"]
+    sources = sorted(each.relative_to(ROOT) for each in (ROOT / KERNELS).glob("*.cu"))
+    sources += [HERE.relative_to(ROOT) / name for name in ("call.cpp", "cudart.cpp")]
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
-    library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
+    library = cache_folder() / "cuda" / f"cuda-{digest(*objects)}.so"
     # -Bsymbolic binds calls of cudart's functions to cudart.cpp: they must not go to a loaded libcudart.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
     build_once(library, lambda part: run([*link, "-o", part]))
@@ -112,7 +118,7 @@ _CALL = ctypes.CFUNCTYPE(
 LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 
-class Module(simt.Launchers):
+class Module(Launchers):
     """The launchers of csrc/cuda (C++ functions that run a kernel); each launch executes the kernel's PTX."""
 
     def __init__(self) -> None:
@@ -169,7 +175,7 @@ def use(order: int | None = None) -> Iterator[Module]:
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
-    with simt.replace_module(cuda, module(), device_type="cpu") as found, ordered:
+    with replace_module(cuda, module(), device_type="cpu") as found, ordered:
         yield found
 
 

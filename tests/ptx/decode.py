@@ -40,6 +40,8 @@ class Kernel:
     parameters: list[tuple[int, int]]  # offset, bytes
     parameter_bytes: int
     static_shared: int
+    shared_gaps: int  # bytes of the gaps that the executor has between shared variables
+    shared: list[tuple[str, int, int]]  # name, offset with the gaps and bytes (0: dynamic) of each shared variable
     max_threads: int | None
     texts: list[str]  # the PTX instruction of every record
     lines: list[int]  # the PTX line of every record
@@ -67,11 +69,18 @@ class Kernel:
 
 
 @functools.cache
-def demangled(name: str) -> str:
+def _filtered(name: str) -> str:
     tool = shutil.which("c++filt")
     if not name.startswith("_Z") or not tool:
         return name
-    text = subprocess.run([tool, name], capture_output=True, text=True).stdout.strip()
+    return subprocess.run([tool, name], capture_output=True, text=True).stdout.strip()
+
+
+@functools.cache
+def demangled(name: str) -> str:
+    text = _filtered(name)
+    if text == name:
+        return name
     text = re.sub(r"moe::|\(anonymous namespace\)::|_GLOBAL__N__\w+::|^void ", "", text)
     depth = 0
     for at, each in enumerate(text):  # the parameters begin at the first parenthesis outside of <>
@@ -159,7 +168,7 @@ class Decoder:
             return sink[0] if sink else self._declare(f"sink {size}", size)
         shared = re.match(r"([\w$]+)(?:\+(\d+))?$", text)
         if shared and shared[1] in self.entry.shared:
-            return self.constant(self.entry.shared[shared[1]] + int(shared[2] or 0), size)
+            return self.constant(self.entry.shared[shared[1]][0] + int(shared[2] or 0), size)
         if text in self.entry.parameters:
             return self.constant(self.entry.parameters[text][0], size)
         if text == "WARP_SZ":
@@ -184,7 +193,7 @@ class Decoder:
         if place is not None:
             return place[0], offset, place[1]
         if base in self.entry.shared:
-            return self.constant(0, 4), self.entry.shared[base] + offset, 4
+            return self.constant(0, 4), self.entry.shared[base][0] + offset, 4
         if base in self.entry.parameters:
             return self.constant(0, 4), self.entry.parameters[base][0] + offset, 4
         try:
@@ -261,6 +270,8 @@ class Decoder:
             parameters=list(entry.parameters.values()),
             parameter_bytes=entry.parameter_bytes,
             static_shared=entry.static_shared,
+            shared_gaps=entry.shared_gaps,
+            shared=[(_filtered(name).rsplit("::")[-1], *place) for name, place in entry.shared.items()],
             max_threads=entry.max_threads,
             texts=[each.text for each in self.origins],
             lines=[each.line for each in self.origins],

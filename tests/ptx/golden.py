@@ -11,9 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.simt import toolkit
-
-from . import counters
+from . import counters, toolkit
 from .calls import call
 
 TABLE = Path(__file__).resolve().parents[1] / "machine" / "ptx_counters.json"

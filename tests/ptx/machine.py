@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.simt.extents import merged
-
 from . import build, decode, records
 from .decode import Kernel
+from .extents import merged
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes of shared memory that a block can have on an A100
@@ -158,6 +157,7 @@ def _program(kernel: Kernel) -> records.Program:
             kernel.shared_grain,
             kernel.global_grain,
             kernel.parameter_bytes,
+            max(len(kernel.shared), 1),
         )
         cached = kernel._program = (program, constants)  # type: ignore[attr-defined]
     return cached[0]
@@ -181,10 +181,15 @@ def run(
     ranges = (records.Range * max(len(extents), 1))(
         *((each.start, each.start + each.size, *map(_sectors, (each.read, each.written))) for each in extents)
     )
+    total = shared + kernel.shared_gaps
+    named = kernel.shared or [("shared memory", 0, shared)]
+    variables = (records.Variable * len(named))(
+        *((begin, begin + size if size else total, name.encode()[:55]) for name, begin, size in named)
+    )
     request = records.Request(
         grid=(ctypes.c_uint32 * 3)(*_three(grid)),
         block=(ctypes.c_uint32 * 3)(*_three(block)),
-        shared_bytes=shared,
+        shared_bytes=total,
         seed=settings.seed,
         range_count=len(extents),
         finding_limit=FINDINGS,
@@ -193,6 +198,7 @@ def run(
         ranges=ctypes.addressof(ranges),
         counters=_address(counters),
         findings=ctypes.addressof(findings),
+        variables=ctypes.addressof(variables),
     )
     program = _program(kernel)
     began = time.perf_counter()

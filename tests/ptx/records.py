@@ -42,6 +42,10 @@ class Finding(ctypes.Structure):
     ]
 
 
+class Variable(ctypes.Structure):
+    _fields_ = [("begin", _u32), ("end", _u32), ("name", ctypes.c_char * 56)]
+
+
 class Program(ctypes.Structure):
     _fields_ = [
         ("records", _at),
@@ -54,7 +58,7 @@ class Program(ctypes.Structure):
         ("shared_grain", _u32),
         ("global_grain", _u32),
         ("parameter_bytes", _u32),
-        ("unused", _u32),
+        ("variable_count", _u32),
     ]
 
 
@@ -64,7 +68,7 @@ class Request(ctypes.Structure):
         ("block", _u32 * 3),
         *((name, _u32) for name in ("shared_bytes", "seed", "range_count", "finding_limit")),
         ("step_limit", _u64),
-        *((name, _at) for name in ("parameters", "ranges", "counters", "findings")),
+        *((name, _at) for name in ("parameters", "ranges", "counters", "findings", "variables")),
         *((name, _u64) for name in ("steps", "errors", "barriers", "blocks")),
         *((name, _u32) for name in ("finding_count", "reserved")),
     ]
@@ -73,5 +77,5 @@ class Request(ctypes.Structure):
 SIZES = (
     RECORD.itemsize,
     COUNTERS.itemsize,
-    *(ctypes.sizeof(each) for each in (Range, Finding, Program, Request)),
+    *(ctypes.sizeof(each) for each in (Range, Finding, Variable, Program, Request)),
 )

@@ -31,8 +31,9 @@ class Entry:
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> offset, bytes
     parameter_bytes: int = 0
     registers: dict[str, str] = field(default_factory=dict)  # name -> type; "%r<" -> type of %r0, %r1 and so on
-    shared: dict[str, int] = field(default_factory=dict)  # name -> offset
-    static_shared: int = 0
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> offset, bytes; 0 bytes: dynamic
+    static_shared: int = 0  # bytes without the gaps
+    shared_gaps: int = 0  # bytes of the gaps between shared variables
     statements: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # name (inner scope: name@number) -> index of a statement
     files: dict[int, str] = field(default_factory=dict)
@@ -43,6 +44,10 @@ class Entry:
         inner = (f"{label}@{scope}" for scope in reversed(statement.scopes))
         return self.labels[next((name for name in inner if name in self.labels), label)]
 
+
+# Between two shared variables the executor has a gap, as large as the larger of them and at least so many bytes; an
+# access to it is an error. Gaps grow by multiples of this, which keep swizzles of addresses and bank conflicts.
+GAP = 1024
 
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
@@ -196,7 +201,12 @@ def _registers(entry: Entry, text: str, scopes: list[dict[str, str]]) -> None:
 
 def _reserve(entry: Entry, name: str, align: int, size: int) -> None:
     entry.static_shared = -(-entry.static_shared // align) * align
-    entry.shared[name] = entry.static_shared
+    if entry.shared:
+        offset, last = list(entry.shared.values())[-1]
+        least = max(GAP, last, size) if last or size else 0  # all dynamic variables begin at one address
+        missing = offset + last + least - (entry.static_shared + entry.shared_gaps)
+        entry.shared_gaps += -(-max(missing, 0) // GAP) * GAP
+    entry.shared[name] = entry.static_shared + entry.shared_gaps, size
     entry.static_shared += size
 
 

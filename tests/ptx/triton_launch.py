@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.simt.build import lock
-
 from . import build, machine
+from .build import lock
 from .decode import Kernel
 from .machine import extents
 from .session import launch, session

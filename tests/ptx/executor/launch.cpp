@@ -220,7 +220,7 @@ const char* ptx_operations() {
 // Sizes of the structures in types.h; machine.py compares them with those of records.py.
 u32 ptx_size(u32 which) {
   const u32 sizes[] = {sizeof(Record),  sizeof(Counters), sizeof(Range),
-                       sizeof(Finding), sizeof(Program),  sizeof(Request)};
+                       sizeof(Finding), sizeof(Variable), sizeof(Program), sizeof(Request)};
   return sizes[which];
 }
 

@@ -9,16 +9,32 @@
 
 #include "state.h"
 
+// Whether the bytes are in one variable; if not, reports their place relative to the nearest one.
+bool Launch::within_variable(const Block& b, const Warp& w, const Record& r, u32 lane, u64 at, u32 size,
+                             const char* what) {
+  for (u32 k = 0; k < program.variable_count; k++) {
+    const Variable& each = request.variables[k];
+    if (at >= each.begin && at + size <= each.end) return true;
+  }
+  const s64 place = static_cast<s32>(at);  // below the first variable an address is negative
+  const Variable* nearest = request.variables;
+  s64 least = INT64_MAX;
+  for (u32 k = 0; k < program.variable_count; k++) {
+    const Variable& each = request.variables[k];
+    const s64 distance = place < each.begin ? each.begin - place : std::max<s64>(place - each.end, 0);
+    if (distance < least) nearest = &each, least = distance;
+  }
+  report(b, w, &r, lane, "%s %u bytes of shared memory at byte %lld of %s, which has %u", what, size,
+         static_cast<long long>(place - nearest->begin), nearest->name, nearest->end - nearest->begin);
+  failed = true;
+  return false;
+}
+
 // Checks a read. Unwritten bytes are no error: they set `defined` to false. lane: kLanes for reads that a warp makes as
 // a whole (ldmatrix, wgmma); races between lanes of the warp are then not checked.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
-  if (at + size > request.shared_bytes) {
-    report(b, w, &r, lane, "reads %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at,
-           request.shared_bytes);
-    failed = true;
-    return false;
-  }
+  if (!within_variable(b, w, r, lane, at, size, "reads")) return false;
   if (at & (size - 1))
     report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   for (u32 k = 0; k < size; k++) defined &= b.shared_defined[at + k] != 0;
@@ -57,12 +73,7 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
 // write equal values. A null `value` counts as different from every value.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value,
                               bool copy) {
-  if (at + size > request.shared_bytes) {
-    report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at,
-           request.shared_bytes);
-    failed = true;
-    return false;
-  }
+  if (!within_variable(b, w, r, lane, at, size, "writes")) return false;
   if (at & (size - 1))
     report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());

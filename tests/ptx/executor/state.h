@@ -152,6 +152,7 @@ struct Launch {
   void report_deadlock(Block& block);
 
   // shared.cpp: the may_ functions check an access and return false if it is out of bounds.
+  bool within_variable(const Block&, const Warp&, const Record&, u32 lane, u64 at, u32 size, const char* what);
   bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
   bool may_write_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool copy);
   void count_passes(const Record&, u32 mask, const u64* at, u32 size);

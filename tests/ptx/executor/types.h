@@ -58,6 +58,12 @@ struct Finding {
   char text[228];
 };
 
+// A variable in shared memory: its bytes and its name.
+struct Variable {
+  u32 begin, end;
+  char name[56];
+};
+
 struct Program {
   const Record* records;
   u32 size;
@@ -67,7 +73,8 @@ struct Program {
   u32 special[16];       // offsets of the special registers, in the order of decode.py's SPECIAL
   u32 shared_grain;      // bytes of the smallest element of ld.shared and st.shared, at most 4
   u32 global_grain;      // bytes of the smallest element of st.global, at most 4
-  u32 parameter_bytes, unused;
+  u32 parameter_bytes;
+  u32 variable_count;    // of Request::variables
 };
 
 struct Request {
@@ -78,6 +85,7 @@ struct Request {
   Range* ranges;
   Counters* counters;
   Finding* findings;
+  const Variable* variables;  // there are gaps between them; shared_bytes includes the gaps
   // Results.
   u64 steps, errors, barriers, blocks;  // steps: instructions, counted by warps; barriers: arrivals of warps
   u32 finding_count, reserved;

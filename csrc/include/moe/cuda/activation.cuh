@@ -2,7 +2,6 @@
 // row of its pre-activations holds all gates, then all linear parts.
 #pragma once
 
-#include "moe/cuda/platform.cuh"
 #include "moe/cuda/special.cuh"
 
 namespace moe {

@@ -1,7 +1,6 @@
 // An exchange between the warps of a block.
 #pragma once
 
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/warp.cuh"
 
 namespace moe {

@@ -1,45 +1,29 @@
 // Comparisons of numbers of 32 or 16 bits with a threshold. A number reaches a threshold if it is greater or equal.
 #pragma once
 
-#include "moe/cuda/platform.cuh"
+#include <cstdint>
 
 namespace moe {
 
 __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
-#ifdef SIMT_HOST
-  return count + (x >= y);
-#else
   asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
   return count;
-#endif
 }
 
 __device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
-#ifdef SIMT_HOST
-  return count + (__uint_as_float(x) >= __uint_as_float(y));
-#else
   asm("{ .reg .pred p; setp.ge.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
   return count;
-#endif
 }
 
 __device__ __forceinline__ int count_float_equal(uint32_t x, uint32_t y, int count) {
-#ifdef SIMT_HOST
-  return count + (__uint_as_float(x) == __uint_as_float(y));
-#else
   asm("{ .reg .pred p; setp.eq.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
   return count;
-#endif
 }
 
 __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
-#ifdef SIMT_HOST
-  return __uint_as_float(x) >= __uint_as_float(y) ? 0xffffffffu : 0;
-#else
   uint32_t mask;
   asm("{ .reg .pred p; setp.ge.f32 p, %1, %2; selp.b32 %0, -1, 0, p; }" : "=r"(mask) : "r"(x), "r"(y));
   return mask;
-#endif
 }
 
 constexpr uint32_t kHighBits = 0x80008000u;
@@ -55,14 +39,10 @@ __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
 
 // Copies the high bit of each 16-bit half to all bits of the half.
 __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
-#ifdef SIMT_HOST
-  return (x >> 15 & 0x00010001u) * 0xffffu;
-#else
   // Selector digit 8 + i copies the high bit of byte i to a whole byte; __byte_perm does not offer this mode.
   uint32_t spread;
   asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(x));
   return spread;
-#endif
 }
 
 // Counts the halves that are all ones in words whose halves are all ones or zero. `sum` is minus the sum of the words.

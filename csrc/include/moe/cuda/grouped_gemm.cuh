@@ -105,9 +105,10 @@ __device__ void write_row_sum(float value, int row, const TileRows& rows, int co
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
-  DYNAMIC_SHARED(T, stages);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  T* const stages = reinterpret_cast<T*>(dynamic_shared);
   const TileIndex tile(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
-  SHARED(TileRows, rows, );
+  __shared__ TileRows rows;
   if (threadIdx.x < kWarpSize) {
     const TileRows found =
         rows_of_tile<Tile::kM>(tile.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);

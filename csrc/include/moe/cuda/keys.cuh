@@ -3,6 +3,9 @@
 // stored as kNaN, the number after the stored key of +inf. A 32-bit word holds one stored key of 32 bits or two of 16.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "moe/cuda/compare.cuh"
 
 namespace moe {

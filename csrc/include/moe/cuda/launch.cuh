@@ -1,12 +1,15 @@
-// Launches kernels: on a GPU or, if SIMT_HOST is defined, on the host in tests (tests/simt).
+// Launches kernels.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
 #include "moe/common/dtypes.h"
-#include "moe/cuda/platform.cuh"
 
 namespace moe {
 
@@ -16,26 +19,17 @@ constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
 // The most bytes of shared memory, static and dynamic together, that a block can have on the current device.
 inline int64_t shared_memory_limit() {
-#ifdef SIMT_HOST
-  return static_cast<int64_t>(simt::shared_memory_limit());
-#else
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
     cudaGetLastError();
   }
   return std::max(bytes, kDefaultSharedBytes);
-#endif
 }
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    cudaStream_t stream, Arguments&&... arguments) {
-#ifdef SIMT_HOST
-  (void)stream;
-  simt::launch(grid, block, shared_bytes, [&] { kernel(Parameters(arguments)...); });
-  return cudaSuccess;
-#else
   if (shared_bytes > kDefaultSharedBytes - kStaticSharedBytes) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
@@ -46,7 +40,6 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   }
   kernel<<<grid, block, shared_bytes, stream>>>(std::forward<Arguments>(arguments)...);
   return cudaGetLastError();
-#endif
 }
 
 // Returns run(T{}) for the element type T of `dtype`, or cudaErrorInvalidValue for float64.

@@ -8,9 +8,11 @@
 //   C (16, 8)   i in 0..3   row group + 8 * (i / 2), column 2 * pair + i % 2
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <type_traits>
 
-#include "moe/cuda/shared.cuh"
 #include "moe/cuda/warp.cuh"
 
 namespace moe {
@@ -20,10 +22,7 @@ namespace moe {
 // of matrix m, or of its transpose if TRANSPOSED.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], const void* row) {
-#ifdef SIMT_HOST
-  simt::load_matrix<TRANSPOSED>(fragment, row);
-#else
-  const uint32_t address = shared_address(row);
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   if constexpr (TRANSPOSED) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -33,16 +32,12 @@ __device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], const void*
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address) : "memory");
   }
-#endif
 }
 
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>, "mma_m16n8k16 takes bf16 or fp16");
-#ifdef SIMT_HOST
-  simt::mma_m16n8k16<kBf16>(c, a, b);
-#else
   if constexpr (kBf16) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -54,7 +49,6 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
-#endif
 }
 
 }  // namespace moe

@@ -1,6 +1,9 @@
 // For kernels whose threads read and write rows of a matrix in pieces of at most 16 bytes.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>

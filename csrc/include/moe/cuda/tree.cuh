@@ -2,7 +2,7 @@
 // children 2m and 2m + 1, nodes 1 to E - 1 are inner nodes, and nodes E to 2E - 1 are leaves.
 #pragma once
 
-#include "moe/cuda/platform.cuh"
+#include <cstdint>
 
 namespace moe {
 
@@ -19,23 +19,15 @@ struct Tree {
 };
 
 __device__ __forceinline__ float most_or_nan(float a, float b) {
-#ifdef SIMT_HOST
-  return a != a || a > b ? a : b;
-#else
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
-#endif
 }
 
 __device__ __forceinline__ float least_or_nan(float a, float b) {
-#ifdef SIMT_HOST
-  return a != a || a < b ? a : b;
-#else
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
-#endif
 }
 
 struct SmoothStep {

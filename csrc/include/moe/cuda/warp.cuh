@@ -1,7 +1,7 @@
 // Operations over the lanes of a warp. All 32 lanes must call them together.
 #pragma once
 
-#include "moe/cuda/platform.cuh"
+#include <cstdint>
 
 namespace moe {
 

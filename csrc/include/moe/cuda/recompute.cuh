@@ -1,15 +1,5 @@
-// Includes CUDA's headers, or the emulation of CUDA on the host (tests/simt) if SIMT_HOST is defined.
+// For kernels in which computing a value again is cheaper than keeping it in a register.
 #pragma once
-
-#include <cstdint>
-
-#ifdef SIMT_HOST
-#include "simt.h"
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#endif
 
 namespace moe {
 
@@ -18,11 +8,7 @@ namespace moe {
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);
-#ifdef SIMT_HOST
-  (void)value;
-#else
   asm volatile("" : "+r"(value));
-#endif
 }
 
 template <class T, int N>

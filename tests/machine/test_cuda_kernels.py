@@ -1,5 +1,4 @@
-"""Sources of the CUDA kernels on the CPU under the address and undefined-behaviour sanitizers (tests/simt). The tests
-after test_under_sanitizers run what nvcc compiles (tests/ptx)."""
+"""CUDA kernels, executed from PTX on the CPU (tests/ptx): odd sizes and places, and sizes that launchers refuse."""
 
 from __future__ import annotations
 
@@ -12,41 +11,32 @@ import torch
 import moe_kernels as mk
 from moe_kernels import verify
 from moe_kernels.backends import cuda
-from tests import simt
+from tests.helpers import grouped_gemm, kwta_edges, sinkhorn_sums
 from tests.helpers.targets import Target
-from tests.ops import (
-    test_combine,
-    test_expert_mlp,
-    test_expert_norms,
-    test_grouped_gemm,
-    test_kwta_edges,
-    test_sinkhorn_sums,
-    test_topk_gate,
-)
-from tests.ptx import cuda_launch
+from tests.ptx import build, cuda_launch
 
-MISSING = simt.unavailable() or cuda_launch.unavailable()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
+MISSING = build.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"PTX: {MISSING}")
 
 CUDA = Target("cuda", "cuda", "cpu")
 BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
+    places = kwta_edges.PLACES["one behind another"], kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, torch.float32)]
     for (n, dtype), place in itertools.product(sizes, places):
-        parts = (test_kwta_edges.rows_of(n), test_kwta_edges.rows_of(n), torch.randn(test_kwta_edges.ROWS, n))
+        parts = (kwta_edges.rows_of(n), kwta_edges.rows_of(n), torch.randn(kwta_edges.ROWS, n))
         x, values, grad = (
-            test_kwta_edges.placed(part.to(dtype)[:5], *where) for part, where in zip(parts, place, strict=True)
+            kwta_edges.placed(part.to(dtype)[:5], *where) for part, where in zip(parts, place, strict=True)
         )
-        test_kwta_edges.check(CUDA, x, n // 4, "index" if n != 300 else "all", values, grad)
+        kwta_edges.check(CUDA, x, n // 4, "index" if n != 300 else "all", values, grad)
 
 
 def products() -> None:
-    test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
+    grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
-        test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
+        grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
 
 
 def verified(op: str) -> None:
@@ -63,7 +53,7 @@ def rows() -> None:
             return lambda x, weights: mk.combine(mk.dispatch(x, plan, backend=backend), plan, weights, backend=backend)
 
         got, expected = (
-            test_grouped_gemm.results(there_and_back(backend), leaves, torch.ones(3, dim))
+            grouped_gemm.results(there_and_back(backend), leaves, torch.ones(3, dim))
             for backend in ("cuda", "reference")
         )
         for name, each in expected.items():
@@ -76,8 +66,8 @@ def sinkhorn() -> None:
         scores[2, 0, : n // 2] = -torch.inf
         sums = {"rows": torch.rand(3, n) + 0.5, "columns": torch.rand(3, n) + 0.5}
         for leaves, settings in (({}, {}), (sums, {"tolerance": 0.1})):
-            found = test_sinkhorn_sums.both(CUDA, {"scores": scores, **leaves}, torch.randn(3, n, n), 2, **settings)
-            test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
+            found = sinkhorn_sums.both(CUDA, {"scores": scores, **leaves}, torch.randn(3, n, n), 2, **settings)
+            sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
 # (tokens, dim, trees, experts)
@@ -113,22 +103,18 @@ def trees() -> None:
 
 CALLS: dict[str, Callable[[], None]] = {
     "kwta": kwta,
-    "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
     "make_plan": lambda: verified("make_plan"),
     "dispatch and combine": rows,
-    "choices past a warp": lambda: test_combine.test_more_choices_than_a_warp_has_lanes(CUDA),
     "grouped_gemm": products,
-    "expert_mlp": lambda: test_expert_mlp.test_values_and_gradients_are_the_dense_ones(CUDA, "everything", BF16),
-    "expert_norms": lambda: test_expert_norms.test_values_and_gradients_are_the_dense_ones(CUDA, "swiglu", True, BF16),
     "sinkhorn": sinkhorn,
     "tree_gate and tree_route": trees,
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "one of two", (1, 0))
-    with simt.use():
+def test_odd_sizes_and_places(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grouped_gemm.ROUTINGS, "one of two", (1, 0))
+    with cuda_launch.use():
         CALLS[call]()
 
 
@@ -144,9 +130,9 @@ def test_experts_are_found(num_experts: int) -> None:
 
 
 def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
+    monkeypatch.setitem(grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
     with cuda_launch.use():
-        test_grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
+        grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
 
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "tile"), [(900, 7, 33, 4096), (4300, 8, 128, 1024)])

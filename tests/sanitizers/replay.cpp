@@ -7,8 +7,8 @@
 // FILE begins with three 64-bit words: the length of the launcher's name, the number of arguments and the number of
 // buffers. Then come the name, for each argument a word with its bits, and for each buffer its address in the calling
 // process, its size and its bytes. Pointers into a buffer are changed into pointers into its copy. Exit status 1: the
-// launcher returned an error, or simt.cpp found a fault in a kernel; 2: this program failed, for example since FILE or
-// a pointer in it is wrong; others come from a sanitizer or a signal. The message is on stderr.
+// launcher did not return 0; 2: this program failed, for example since FILE or a pointer in it is wrong; others come
+// from a sanitizer or a signal. The message is on stderr.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // cudaMalloc aligns to at least this
+constexpr size_t kAlignment = 64;  // PyTorch aligns a CPU tensor's memory to this
 
 struct Buffer {
   uint64_t address, size;
@@ -92,11 +92,10 @@ int main(int count, char** arguments) {
   }
   const std::string types = types_of(name);
   for (size_t i = 0; i < words.size() && i < types.size(); i++) {
-    // The last argument of a CUDA launcher is a stream, which is a pointer but points into no buffer.
-    if (types[i] == 'p' && i + 1 < types.size()) words[i] = to_copy(words[i], buffers);
+    if (types[i] == 'p') words[i] = to_copy(words[i], buffers);
   }
   if (const int status = moe_call(name.c_str(), words.data())) {
-    std::fprintf(stderr, "CUDA error %d\n", status);
+    std::fprintf(stderr, "the launcher returned %d\n", status);
     return 1;
   }
   for (const Buffer& each : buffers) {

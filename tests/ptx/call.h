@@ -1,4 +1,4 @@
-// Calls a launcher by name, for replay.cpp and, through ctypes, tests/ptx/cuda_launch.py.
+// Calls a launcher by name, for cuda_launch.py (through ctypes) and tests/sanitizers/replay.cpp.
 #pragma once
 
 #include <cstdint>
