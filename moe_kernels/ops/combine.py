@@ -116,7 +116,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
             values of the plan out of range, where they are checked (see plan).
         BackendError: the named backend cannot run this.
 
-    Source: GShard's combine einsum, without its one-hot tensor; paper 003 (V-MoE), eq. 2.
+    Source: GShard's combine einsum, without its one-hot tensor; V-MoE, eq. 2.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)

@@ -76,7 +76,7 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
             or expert_offsets[E] outside [0, R].
         BackendError: the named backend cannot run this.
 
-    Source: GShard's dispatch einsum, without its one-hot tensor; paper 003 (V-MoE), section 2.
+    Source: GShard's dispatch einsum, without its one-hot tensor; V-MoE, section 2.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)

@@ -276,7 +276,7 @@ def expert_mlp(
             or values of the plan out of range, where they are checked (see combine).
         BackendError: the named backend cannot run this.
 
-    Source: the experts of papers 002 (sparse ViT), 003 (V-MoE) and 004 (CompeteSMoE); rows grouped by expert without
+    Source: the experts of the sparse ViT, V-MoE and CompeteSMoE; rows grouped by expert without
     padding as in MegaBlocks; the gradient of the gate weights from the hidden layer as in SonicMoE (arXiv 2512.14080).
 
     Example:

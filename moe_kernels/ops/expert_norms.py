@@ -202,7 +202,7 @@ def expert_norms(
             gated activation.
         BackendError: the named backend cannot run this.
 
-    Source: paper 004 (CompeteSMoE), the competition mechanism.
+    Source: CompeteSMoE, the competition mechanism.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

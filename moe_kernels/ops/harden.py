@@ -50,7 +50,7 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         ImportError: scipy is missing: pip install moe_kernels[assignment].
         BackendError: the named backend cannot run this.
 
-    Source: paper 001 (COMET with trees and local search), section 4.3: the end of stage one of the local search.
+    Source: COMET trees, section 4.3: the end of stage one of the local search.
 
     Example:
         >>> mk.harden(torch.tensor([[0.9, 0.1], [0.8, 0.2]]))  # 0.9 + 0.2 is more than 0.1 + 0.8

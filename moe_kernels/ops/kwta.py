@@ -1,7 +1,7 @@
 """k-winner-take-all: keeps the k largest elements of every row.
 
-    m_i = 1 if x_i is among the k largest of its row, else 0            (paper 000, eq. 3)
-    y   = m * values   (or m * x)                                        (paper 000, eqs. 6 and 8)
+    m_i = 1 if x_i is among the k largest of its row, else 0     (COMET fixed routing, eq. 3)
+    y   = m * values   (or m * x)                                 (COMET fixed routing, eqs. 6 and 8)
 
 x, values, y are (..., N). m is a constant to autograd: dL/dvalues = m * dL/dy, and x gets no gradient through m.
 Kernels save m for backward, packed to one bit an element.
@@ -155,7 +155,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
         BackendError: the named backend cannot run this.
 
-    Source: paper 000 (COMET with a frozen routing network), eqs. 3 to 8.
+    Source: COMET fixed routing, eqs. 3 to 8.
 
     Example:
         >>> x = torch.tensor([[3.0, 1.0, 2.0, 2.0], [0.0, 5.0, 4.0, 1.0]])

@@ -127,7 +127,7 @@ def make_plan(
         capacity: largest number of rows of an expert (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), float32, bfloat16, float16 or float64, for Batch Prioritized Routing: tokens are visited in
             descending priority instead of by position, tokens of equal priority by position. -0.0 equals 0.0, NaN is
-            the highest. V-MoE (paper 003) takes the largest of a token's gate weights, or their sum.
+            the highest. V-MoE takes the largest of a token's gate weights, or their sum.
         order: "choice" visits the first choices of all tokens, then all second choices, and so on (GShard, V-MoE);
             "token" visits every choice of a token before the next token (MegaBlocks).
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
@@ -141,7 +141,7 @@ def make_plan(
             capacity < 0, unknown order, an id as above, or T * K above 2^31 - 1 (rows have int32 indices).
         BackendError: the named backend cannot run this.
 
-    Source: paper 003 (V-MoE), section 4 and algorithms 1 and 2; GShard, algorithm 1.
+    Source: V-MoE, section 4 and algorithms 1 and 2; GShard, algorithm 1.
 
     Example:
         >>> experts = torch.tensor([[0], [1], [0], [0]])  # (T, K) = (4, 1)
@@ -196,7 +196,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
-    Source: Zhou et al. 2022; also in paper 002 (sparse ViT), section 4, and in V-MoE's public code.
+    Source: Zhou et al. 2022; also in the sparse ViT, section 4, and in V-MoE's public code.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
@@ -217,7 +217,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
 
 def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
-    """The plan of paper 002's priority routing: each token gets at most one expert.
+    """The plan of the sparse ViT's priority routing: each token gets at most one expert.
 
     Pairs (token, expert) are visited in descending score, pairs of equal score by token and then by expert. A pair is
     assigned if the token has no expert yet and the expert has fewer than `capacity` tokens. The result is the stable
@@ -241,7 +241,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
-    Source: paper 002 (sparse ViT), section 4, "priority routing".
+    Source: sparse ViT, section 4, "priority routing".
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
@@ -271,7 +271,7 @@ def expert_capacity(
         TypeError: a count is not an int, or factor is not a number or a string.
         ValueError: num_tokens or k < 0, num_experts or multiple_of < 1, a factor that is negative or not finite.
 
-    Source: paper 003 (V-MoE), eq. 4.
+    Source: V-MoE, eq. 4.
 
     Example:
         >>> mk.expert_capacity(100, 2, 8, 1.05)  # 26.25, rounded up

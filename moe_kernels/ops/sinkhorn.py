@@ -1,7 +1,7 @@
 """Sinkhorn's iteration: from a matrix of scores S to a nearly doubly stochastic matrix P.
 
     L = S / tau,  `iterations` times:  L_ij -= log sum_j exp(L_ij),  L_ij -= log sum_i exp(L_ij);   P = exp(L)
-                                                                                       (paper 001, eqs. 7 and 8)
+                                                                                       (COMET trees, eqs. 7 and 8)
 With potentials f of rows and g of columns, g^0 = 0, iteration t is
 
     f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau),   g^t_j = tau log sum_i exp((S_ij - f^t_i) / tau)
@@ -232,7 +232,7 @@ def sinkhorn(
             require a gradient.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001 (COMET with trees and local search), eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
+    Source: COMET trees, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
 
     Example:
         >>> mk.sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), iterations=50)

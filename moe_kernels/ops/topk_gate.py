@@ -115,7 +115,7 @@ def topk_gate(
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the named backend cannot run this.
 
-    Source: "topk_softmax": paper 004 (CompeteSMoE), eq. 2; "softmax_topk": paper 003 (V-MoE), eq. 3.
+    Source: "topk_softmax": CompeteSMoE, eq. 2; "softmax_topk": V-MoE, eq. 3.
 
     Example:
         >>> weights, experts = mk.topk_gate(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 0.0]]), 2)

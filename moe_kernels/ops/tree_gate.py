@@ -1,11 +1,11 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u), u = t/g + 1/2, g = gamma  (paper 001, corrected eq. 9)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  else u^2 (3 - 2 u), u = t/g + 1/2, g = gamma (COMET trees, corrected eq. 9)
     s_kn = <split_weight_kn, x> + split_bias_kn        for node n = 0 .. E-2 of tree k, in heap order: s (T, K, E-1)
     p_ke = product of h(s) or h(-s) over the nodes above leaf e, h(s) where the path goes left:     p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                       a (T, K, E)
     q_ke = p_ke exp(a_ke) / (sum over all trees and leaves of p exp(a))                             q (T, K, E)
-    gates_e = sum over k of q_ke                                                     (paper 001, eq. 3) gates (T, E)
+    gates_e = sum over k of q_ke                                                   (COMET trees, eq. 3) gates (T, E)
 
 Backward, from the gradients dgates and dp (of leaf_probs, that is p). L and R are the sums of da_ke + p_ke dp_ke over
 the leaves under the left and the right child of node n:
@@ -250,7 +250,7 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
         ValueError: gamma is out of range.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001 (COMET with trees and local search), eq. 9, whose middle interval is misprinted.
+    Source: COMET trees, eq. 9, whose middle interval is misprinted.
 
     Example:
         >>> mk.smooth_step(torch.tensor([-1.0, -0.25, 0.0, 0.5, 1.0]), gamma=1.0)
@@ -306,7 +306,7 @@ def tree_gate(
         ValueError: shapes that do not fit, another device than that of x, gamma out of range, an unknown parity.
         BackendError: the named backend cannot run this.
 
-    Source: paper 001 (COMET with trees and local search), eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
+    Source: COMET trees, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -365,7 +365,7 @@ def tree_route(
 
     Raises: as tree_gate.
 
-    Source: paper 001, section 3.2 (conditional inference), which does not define the result for unsaturated trees.
+    Source: COMET trees, section 3.2 (conditional inference), which does not define the result for unsaturated trees.
 
     Example:
         >>> x = torch.tensor([[1.0], [-1.0]])
