@@ -8,7 +8,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from bench import ledger, plot, predict
+from bench import ledger, predict
 from bench.compare import KEY
 from bench.report import FIGURE_HEADER, figure_cells, operations
 from bench.tables import markdown
@@ -40,6 +40,8 @@ th { background: #f4f4f4 } tr:nth-child(even) { background: #fafafa } img { max-
 
 def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) -> tuple[Path, Path]:
     """Writes report.md and report.html, which has pictures too."""
+    from bench import plot  # imports matplotlib, which takes half a second
+
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "report.md", folder / "report.html"
     paths[0].write_text(document(results, root=root))
