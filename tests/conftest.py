@@ -46,8 +46,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.add_cleanup(gc.unfreeze)
 
 
-# Makes torch.empty fill floating-point tensors with NaN and integer tensors with their largest value. The public function,
-# use_deterministic_algorithms, also imports torch._inductor, for which each worker takes a second.
+# Makes torch.empty fill floating-point tensors with NaN and integer tensors with their largest value. The public
+# function, use_deterministic_algorithms, also imports torch._inductor, for which each worker takes a second.
 torch._C._set_deterministic_algorithms(True, warn_only=True)
 
 
