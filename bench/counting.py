@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-import moe_kernels as mk
 from bench import ledger, registry
-from bench.entry import Entry, Inputs, Shape, label, through_autograd
+from bench.entry import Entry, Inputs, Shape, entry, label
+from moe_kernels.cases.call import Call
+from moe_kernels.cases.grouped_gemm import GROUPED_GEMM
+from moe_kernels.cases.plan import PLAN_EXPERT_CHOICE, PLAN_PRIORITY
+from moe_kernels.cases.sinkhorn import SINKHORN
 from moe_kernels.verify import dtype_name
 
 COUNTS = Path("bench/results/ptx/counts.json")  # below the root of a checkout
@@ -117,59 +120,31 @@ def cases() -> list[Case]:
     ]
 
 
-def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
-    """A copy of a registry entry with other inputs, which calls forward(inputs, backend=...)."""
-    return replace(
-        base,
-        inputs=inputs,
-        kernel=lambda backend: through_autograd(partial(forward, backend=backend), leaves, "grad"),
-        leaves=leaves,
-    )
-
-
 def _gelu_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     found = registry.ENTRIES["grouped_gemm"].inputs(shape, dtype, device)
     bias = torch.randn(shape["E"], shape["H"], device=device).to(dtype).requires_grad_()
-    return {**found, "bias": bias, "grad": found["grad_rows"]}
-
-
-def _gelu(inputs: Inputs, backend: str) -> object:
-    plan, given = inputs["plan"], {"bias": inputs["bias"], "activation": "gelu"}
-    x, weight = inputs["leaf_x"], inputs["leaf_w_in"]
-    return mk.grouped_gemm(x, weight, plan.expert_offsets, row_token=plan.row_token, backend=backend, **given)
-
-
-def _scores(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    return {
-        "scores": torch.randn(shape["T"], shape["E"], device=device).softmax(-1),
-        "capacity": shape["T"] // shape["E"],
-    }
+    return {**found, "b_in": bias, "activation": "gelu"}
 
 
 def _sums_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     found = registry.ENTRIES["sinkhorn"].inputs(shape, dtype, device)
     rows, columns = (torch.rand(shape["B"], shape["n"], device=device) + 0.5 for _ in range(2))
-    return {**found, "rows": rows, "columns": columns}
+    return {**found, "rows": rows, "columns": columns, "tolerance": 1e-9}
 
 
-def _sums(inputs: Inputs, backend: str) -> object:
-    settings = {"tau": inputs["tau"], "rows": inputs["rows"], "columns": inputs["columns"], "tolerance": 1e-9}
-    return mk.sinkhorn(inputs["leaf"], inputs["R"], backend=backend, **settings)
+def _weights(inputs: Inputs, backend: str, call: Call) -> object:
+    return call.run(inputs, backend)[1]
+
+
+def _of_scores(call: Call) -> Entry:
+    return entry(replace(call, leaves=()), {}, forward=partial(_weights, call=call), shapes={})
 
 
 EXTRA = {
-    "gelu": _extra(registry.ENTRIES["grouped_gemm"], _gelu, _gelu_inputs, ("leaf_x", "leaf_w_in", "bias")),
-    "priority": _extra(
-        registry.ENTRIES["make_plan"],
-        lambda i, backend: mk.plan_priority(i["scores"], i["capacity"], backend=backend)[1],
-        _scores,
-    ),
-    "choice": _extra(
-        registry.ENTRIES["make_plan"],
-        lambda i, backend: mk.plan_expert_choice(i["scores"], i["capacity"], backend=backend)[1],
-        _scores,
-    ),
-    "sums": _extra(registry.ENTRIES["sinkhorn"], _sums, _sums_inputs, ("leaf",)),
+    "gelu": entry(replace(GROUPED_GEMM, leaves=("x", "w_in", "b_in"), inputs=_gelu_inputs), {}, shapes={}),
+    "priority": _of_scores(PLAN_PRIORITY),
+    "choice": _of_scores(PLAN_EXPERT_CHOICE),
+    "sums": entry(replace(SINKHORN, inputs=_sums_inputs), {}, shapes={}),
 }
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from moe_kernels.cases.call import Call, Inputs, Shape
+
 DIRECTIONS = ("forward", "backward", "training")
 
-Shape = dict[str, Any]
-Inputs = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]  # by direction
 
 
@@ -29,12 +29,10 @@ class Entry:
         "scaling", in which one size grows by a factor of 128.
     complete(shape, device type): the shape with the sizes that it leaves out; on a CPU some operations take fewer
         tokens and experts.
-    inputs(shape, dtype, device): fresh random inputs.
+    inputs(shape, dtype, device): fresh random inputs, and what peers need besides.
     kernel(backend): the calls of that backend, by direction.
     peers: by name, calls of compositions of PyTorch's operations. Peers of other packages are in bench/peers.py.
-    flops(shape, direction): FLOPs of one call.
-    least_bytes(shape, dtype, direction): bytes of one call in which each pass, forward and backward, reads its inputs
-        once and writes its outputs once.
+    least_bytes(shape, dtype, direction): see Call.
     leaves: names of the inputs for which training computes gradients.
     grad: name of the input that holds the gradient of the output.
     """
@@ -43,7 +41,6 @@ class Entry:
     inputs: Callable[[Shape, torch.dtype, str], Inputs]
     kernel: Callable[[str], Calls]
     peers: dict[str, Calls]
-    flops: Callable[[Shape, str], int]
     least_bytes: Callable[[Shape, torch.dtype, str], int]
     complete: Callable[[Shape, str], Shape] = lambda shape, device: shape
     directions: tuple[str, ...] = DIRECTIONS
@@ -53,21 +50,39 @@ class Entry:
 
 
 def entry(
-    forward: Callable[..., object], peers: dict[str, Any], leaves: tuple[str, ...], grad: str = "grad", **fields: Any
+    call: Call,
+    peers: dict[str, Any],
+    *,
+    forward: Callable[..., object] | None = None,
+    more: Callable[[Inputs], Inputs] = lambda inputs: {},
+    **fields: Any,
 ) -> Entry:
-    """The entry of an operation that is measured forward and, if it has leaves, in training through autograd.
+    """The entry of a call that is measured forward and, if it has leaves, in training, through its first output.
 
-    forward(inputs, backend=...); peers: functions of the inputs, by name.
+    peers: functions of the inputs, by name. forward(inputs, backend=...): measured instead of `call`. more(inputs):
+    what peers need besides the call's inputs.
     """
-    calls = partial(through_autograd, leaves=leaves, grad=grad)
-    return Entry(
-        kernel=lambda backend: calls(partial(forward, backend=backend)),
-        peers={name: calls(peer) for name, peer in peers.items()},
-        directions=("forward", "training") if leaves else ("forward",),
-        leaves=leaves,
-        grad=grad,
-        **{"dtypes": (torch.float32, torch.bfloat16), **fields},
-    )
+
+    def first(inputs: Inputs, backend: str) -> object:
+        found = call.run(inputs, backend)
+        return found[0] if call.leaves and isinstance(found, tuple) else found
+
+    def inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+        found = call.inputs(shape, dtype, device)
+        found |= more(found)
+        return found | {name: found[name].requires_grad_() for name in call.leaves}
+
+    grad = call.grads[0] if call.grads else ""
+    calls = partial(through_autograd, leaves=call.leaves, grad=grad)
+    given = {
+        "inputs": inputs,
+        "kernel": lambda backend: calls(partial(forward or first, backend=backend)),
+        "peers": {name: calls(peer) for name, peer in peers.items()},
+        "least_bytes": call.least_bytes,
+        "directions": ("forward", "training") if call.leaves else ("forward",),
+        "dtypes": (torch.float32, torch.bfloat16),
+    }
+    return Entry(**{**given, **fields}, leaves=call.leaves, grad=grad)
 
 
 def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], grad: str) -> Calls:

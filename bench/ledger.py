@@ -46,9 +46,11 @@ _KERNELS = {
 # Matches the names of operations that a file in moe_kernels/ops imports or calls.
 _CALLED = re.compile(r"^from moe_kernels\.ops\.(\w+) import|\boperators\.(\w+)_(?:fwd|bwd)\(", re.MULTILINE)
 
-# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so each
-# new operation would make results of other operations stale.
-_INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends([.\w]*) import (.+)', re.MULTILINE)
+# Matches a file's includes and its imports of modules of backends and cases. ops.h is left out: it declares every
+# operation, so each new operation would make results of other operations stale.
+_INCLUDED = re.compile(
+    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.((?:backends|cases)[.\w]*) import (.+)', re.MULTILINE
+)
 
 
 def operations(root: Path = ROOT) -> list[str]:
@@ -66,18 +68,19 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files whose changes make a result of this operation and backend stale:
 
-    * the operation's file in moe_kernels/ops;
+    * the operation's files in moe_kernels/ops and, with its inputs and least bytes, in moe_kernels/cases;
     * the files of its kernels, and of the kernels of the operations that it calls (_CALLED);
     * for C++ and CUDA, the files of these operations in backends/native (for cpu without *_cuda.py, for cuda without
       *_cpu.py); if they import another operation's file from there, also the kernels of that operation;
-    * the headers (without ops.h) that the kernels include, and the modules below moe_kernels/backends that the kernels
-      or the files in backends/native import, directly or through others.
+    * the headers (without ops.h) that the kernels include, and the modules below moe_kernels/backends and
+      moe_kernels/cases that these files import, directly or through others.
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
     left = [path for name in names for path in root.glob(_KERNELS[backend].format(op=name))]
     if backend in ("cpu", "cuda"):
         left += [path for name in names for path in native.glob(f"{name}*.py")]
+    left += root.glob(f"moe_kernels/cases/{file_of('reference', op)}.py")
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
         path = left.pop()
@@ -87,8 +90,9 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
         if path.parent == native:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module, imported in _included(path.read_text()):
-            folder = root / f"moe_kernels/backends{module.replace('.', '/')}"
-            stems = re.findall(r"\w+", imported) + ["__init__"] * bool(module)  # backends/__init__.py changes no kernel
+            folder = root / f"moe_kernels/{module.replace('.', '/')}"
+            # backends/__init__.py changes no kernel.
+            stems = re.findall(r"\w+", imported) + ["__init__"] * ("." in module)
             places = [folder.with_suffix(".py"), *(folder / f"{stem}.py" for stem in stems)]
             if header:
                 places = [path.parent / header, root / "csrc/include" / header]

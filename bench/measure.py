@@ -230,7 +230,10 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     memcpy = samples.pop(MEMCPY)
     kernels = {name: samples.pop(name) for name in job.backends}
     limit = limits[setting(job.device, job.threads)]
-    figures = [figure(job, name, each, samples, memcpy, limit) | more[name] for name, each in kernels.items()]
+    figures = [
+        figure(job, name, each, samples, memcpy, limit, more[name].pop("flops")) | more[name]
+        for name, each in kernels.items()
+    ]
     (found.curves if job.curve else found.figures).extend(figures)
     return found
 
@@ -263,7 +266,7 @@ def _samples(
         _compare(job, calls, others, first_inputs, found)
     calls |= others
     bound = {name: partial(call, first_inputs) for name, call in calls.items()}
-    more: dict[str, Figure] = {name: {} for name in job.backends}
+    more: dict[str, Figure] = {name: {"flops": _flops(bound[name])} for name in job.backends}
     if job.device != "cuda":
         samples = timing.time_cpu(bound, budget)
     else:
@@ -276,13 +279,22 @@ def _samples(
         samples = timing.time_gpu(launches, len(sets), budget)
         for name in job.backends:
             launch = timing.launch_seconds(bound[name], budget)
-            more[name] = {"launch_us": launch * 1e6} | nvml.watch(launches[name], len(sets), min(budget, 0.2))
+            more[name] |= {"launch_us": launch * 1e6} | nvml.watch(launches[name], len(sets), min(budget, 0.2))
         del launches, sets
     if job.direction == "training" and not job.curve:
         peaks = {name: tracing.peak_bytes(bound[name], job.device) / 2**20 for name in bound if name != MEMCPY}
         for name in job.backends:
             more[name] |= {"peak_mib": peaks[name], "peers_peak_mib": {other: peaks[other] for other in others}}
     return samples, more
+
+
+def _flops(call: Callable[[], object]) -> int:
+    """FLOPs of a call, by the formulas of the operators that it calls."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
@@ -349,14 +361,14 @@ def figure(
     peers: dict[str, timing.Sample],
     memcpy: timing.Sample,
     limit: dict[str, float],
+    flops: int,
 ) -> Figure:
     """The figure of one kernel: microseconds (median, 10th and 90th percentile), GB/s, GFLOP/s and ratios.
 
     ceiling_percent: the least time at the speeds of `limit`, in percent of the time taken. over_memcpy: the time
     divided by that of a copy that moves the least bytes. peers: how many times as fast as each peer the kernel is.
     """
-    entry = ENTRIES[job.op]
-    size, flops = entry.least_bytes(job.shape, job.dtype, job.direction), entry.flops(job.shape, job.direction)
+    size = ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
     product = limit.get(dtype_name(job.dtype))
     floor = max(size / limit["copy"], flops / product if product else 0.0) * 1e-9
     return {

@@ -93,8 +93,8 @@ def known(entries: dict[str, Entry]) -> set[str]:
 def _pot(inputs: Inputs) -> object:
     from ot.batch import bregman_log_projection_batch
 
-    log_k = inputs["leaf"] / inputs["tau"]
-    options = {"max_iter": inputs["R"], "tol": 0.0, "grad": "autodiff"}
+    log_k = inputs["scores"] / inputs["tau"]
+    options = {"max_iter": inputs["iterations"], "tol": 0.0, "grad": "autodiff"}
     return (
         bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]
     )  # in POT's result rows and columns sum to 1 / n
@@ -105,13 +105,13 @@ def _megablocks_gather(inputs: Inputs) -> object:
     from megablocks import ops
 
     offsets = inputs["plan"].expert_offsets[1:]
-    return ops.gather(inputs["leaf_x"], inputs["row_slot"], inputs["row_expert"], offsets, inputs["k"])
+    return ops.gather(inputs["x"], inputs["row_slot"], inputs["row_expert"], offsets, inputs["k"])
 
 
 @peer("combine", "megablocks scatter", "megablocks", device="cuda")
 def _megablocks_scatter(inputs: Inputs) -> object:
     from megablocks import ops
 
-    weights, offsets = inputs["leaf_weights"].flatten(), inputs["plan"].expert_offsets[1:]
+    weights, offsets = inputs["weights"].flatten(), inputs["plan"].expert_offsets[1:]
     slots, experts = inputs["row_slot"], inputs["row_expert"]
-    return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
+    return ops.scatter(inputs["rows"], slots, experts, weights, offsets, inputs["k"])

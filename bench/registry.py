@@ -1,4 +1,4 @@
-"""All benchmarks: an Entry for each measured operation, with shapes, inputs, calls, FLOPs, least bytes and peers."""
+"""All benchmarks: an Entry for each measured operation, with shapes, inputs, calls, least bytes and peers."""
 
 from __future__ import annotations
 

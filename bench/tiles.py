@@ -28,7 +28,7 @@ def timings(shape: Shape, activation: str) -> list[Line]:
     from moe_kernels.backends.triton._grouped_configs import timed
 
     inputs = ENTRIES["expert_mlp"].inputs(shape, torch.bfloat16, "cuda")
-    x, w_in, w_out, weights = (inputs[f"leaf_{name}"] for name in ("x", "w_in", "w_out", "weights"))
+    x, w_in, w_out, weights = (inputs[name] for name in ("x", "w_in", "w_out", "weights"))
     if activation == "swiglu":
         w_in = torch.cat([w_in.detach()] * 2, dim=2).requires_grad_()
     timed.clear()

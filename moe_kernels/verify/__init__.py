@@ -23,21 +23,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
+from moe_kernels.cases.call import Inputs
 from moe_kernels.info import placement
-from moe_kernels.verify import (
-    combine,
-    dispatch,
-    expert_mlp,
-    expert_norms,
-    grouped_gemm,
-    kwta,
-    make_plan,
-    plan_of_scores,
-    sinkhorn,
-    topk_gate,
-    tree_gate,
-)
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify import dispatch, grouped_gemm, kwta, make_plan, sinkhorn, topk_gate, tree_gate
+from moe_kernels.verify.operation import Case, Operation, Outputs
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -46,13 +35,13 @@ OPERATIONS: dict[str, Operation] = {
     "kwta": kwta.OPERATION,
     "topk_gate": topk_gate.OPERATION,
     "make_plan": make_plan.OPERATION,
-    "plan_expert_choice": plan_of_scores.EXPERT_CHOICE,
-    "plan_priority": plan_of_scores.PRIORITY,
-    "dispatch": dispatch.OPERATION,
-    "combine": combine.OPERATION,
-    "grouped_gemm": grouped_gemm.OPERATION,
-    "expert_mlp": expert_mlp.OPERATION,
-    "expert_norms": expert_norms.OPERATION,
+    "plan_expert_choice": make_plan.EXPERT_CHOICE,
+    "plan_priority": make_plan.PRIORITY,
+    "dispatch": dispatch.TO_ROWS,
+    "combine": dispatch.FROM_ROWS,
+    "grouped_gemm": grouped_gemm.GEMM,
+    "expert_mlp": grouped_gemm.MLP,
+    "expert_norms": grouped_gemm.NORMS,
     "sinkhorn": sinkhorn.OPERATION,
     "tree_gate": tree_gate.GATE,
     "tree_route": tree_gate.ROUTE,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe_kernels.cases.call import Call
+from moe_kernels.cases.kwta import KWTA
 from moe_kernels.ops import kwta
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, random_rows
 
@@ -39,15 +41,17 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                     yield Case(f"{kind} {rows} x {n}, k={k}, {ties}, {layout}{', values=' * given}", inputs)
 
 
+APPLY = Call(kwta.kwta_apply, ("y",), ("values",), grads=("grad",))
+
+
 def _run(inputs: Inputs, backend: str) -> Outputs:
     x, values, k = (inputs[name] for name in ("x", "values", "k"))
     given = {"ties": inputs["ties"], "backend": backend}
-    found = differentiated(kwta.kwta, inputs, ("x" if values is None else "values",), ("y",), backend=backend)
-    found["y without grad"] = kwta.kwta(x, k, values=values, **given)
+    found = differentiated(inputs, backend, KWTA, ("x",) if values is None else ("values",))
+    found["y without grad"] = KWTA.run(inputs, backend)
     found["mask"], found["bits"] = kwta.kwta_mask(x, k, **given), kwta.kwta_bits(x, k, **given)[1]
     applied = {"values": x if values is None else values, "bits": found["bits"], "grad": inputs["grad"]}
-    again = differentiated(kwta.kwta_apply, applied, ("values",), ("y",), backend=backend)
-    return found | {f"{name} of kwta_apply": each for name, each in again.items()}
+    return found | {f"{name} of kwta_apply": each for name, each in differentiated(applied, backend, APPLY).items()}
 
 
 RESULTS = ("y", "gradient of x", "gradient of values")

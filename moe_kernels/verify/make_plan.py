@@ -1,4 +1,4 @@
-"""Cases of make_plan, and the choices of experts that cases of other operations use too."""
+"""Cases of make_plan, expert choice and priority routing; choices of experts that cases of other operations use too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe_kernels.cases.call import Call, normal
+from moe_kernels.cases.plan import MAKE_PLAN, PLAN_EXPERT_CHOICE, PLAN_PRIORITY
 from moe_kernels.ops import plan
 from moe_kernels.plan import RoutingPlan
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
@@ -45,7 +47,29 @@ def arrays_of(made: RoutingPlan) -> Outputs:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    return arrays_of(plan.make_plan(**inputs, backend=backend))
+    return arrays_of(MAKE_PLAN.run(inputs, backend))
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(PLAN))
+
+
+def _scores_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for tokens, num_experts, capacity in ((6, 3, 2),) if small else ((6, 3, 2), (200, 7, 30), (130, 64, 1)):
+        sizes = dict.fromkeys(("scores", "grad"), (tokens, num_experts))
+        inputs = {**normal(sizes, dtype, device, generator), "capacity": capacity}
+        yield Case(f"{tokens} x {num_experts}, C={capacity}", inputs)
+
+
+def _of_scores(call: Call) -> Operation:
+    def run(inputs: Inputs, backend: str) -> Outputs:
+        scores = inputs["scores"].detach().requires_grad_()
+        made, weights = call.run({**inputs, "scores": scores}, backend)
+        (gradient,) = torch.autograd.grad(weights, scores, inputs["grad"][:, : weights.shape[1]])
+        return arrays_of(made) | {"weights": weights.detach(), "gradient": gradient}
+
+    return Operation(_scores_cases, run, exact=frozenset((*PLAN, "weights", "gradient")))
+
+
+EXPERT_CHOICE = _of_scores(PLAN_EXPERT_CHOICE)
+PRIORITY = _of_scores(PLAN_PRIORITY)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Inputs = dict[str, Any]
+from moe_kernels.cases.call import Call, Inputs
+
 Outputs = dict[str, Tensor]
 
 
@@ -36,22 +37,16 @@ class Operation:
     floor: float = 0.0
 
 
-def differentiated(
-    call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
-) -> Outputs:
-    """Outputs of `call`, keyed by `names`, and gradients of those `leaves` that are in `inputs` and are not None.
-
-    An input whose name begins with "grad" is the gradient of an output: sorted by name, these inputs belong to the
-    outputs that require a gradient, in the order of `names`. `call` gets the other inputs and `fixed`.
-    """
-    leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
-    given = {name: value for name, value in inputs.items() if not name.startswith("grad")}
-    found = call(**(given | leaf), **fixed)
-    outputs = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
-    grads = [inputs[name] for name in sorted(inputs) if name.startswith("grad")]
+def differentiated(inputs: Inputs, backend: str, call: Call, leaves: Sequence[str] | None = None) -> Outputs:
+    """Outputs of `call`, and gradients of those leaves that are in `inputs` and are not None. leaves: None for all."""
+    named = (*call.leaves, *call.optional) if leaves is None else leaves
+    leaf = {name: inputs[name].detach().requires_grad_() for name in named if inputs.get(name) is not None}
+    found = call.run(inputs | leaf, backend)
+    outputs = dict(zip(call.outputs, found if isinstance(found, tuple) else (found,), strict=True))
     roots = [each for each in outputs.values() if each.requires_grad]
     if roots:
-        gradients = torch.autograd.grad(roots, list(leaf.values()), grads[: len(roots)], materialize_grads=True)
+        grads = [inputs[name] for name in call.grads[: len(roots)]]
+        gradients = torch.autograd.grad(roots, list(leaf.values()), grads, materialize_grads=True)
         outputs |= {f"gradient of {name}": each for name, each in zip(leaf, gradients, strict=True)}
     return {name: each.detach() for name, each in outputs.items()}
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_kernels.ops import sinkhorn
+from moe_kernels.cases.call import normal
+from moe_kernels.cases.sinkhorn import SINKHORN, shapes
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
@@ -15,26 +16,25 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
+        sizes = shapes({"B": 3, "n": n})
         # No low tau in float64: rounding errors, which grow with 1 / tau, would exceed the allowed error of 6e-14.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
-                scores = torch.randn(3, n, n, generator=generator).to(dtype)
+                inputs = normal(sizes, dtype, device, generator)
                 if kind == "forbidden":
-                    scores[torch.rand(3, n, n, generator=generator) < 0.3] = -math.inf
-                grad = torch.randn(3, n, n, generator=generator).to(dtype)
-                inputs = {"scores": scores.to(device), "iterations": iterations, "tau": tau, "grad": grad.to(device)}
+                    forbidden = torch.rand(3, n, n, generator=generator) < 0.3
+                    inputs["scores"].masked_fill_(forbidden.to(device), -math.inf)
+                inputs |= {"iterations": iterations, "tau": tau}
                 yield Case(f"{kind} 3 x {n} x {n}, R={iterations}, tau={tau:g}", inputs)
         rows = torch.rand(3, n, generator=generator) + 0.5
         sums = {"rows": rows.to(dtype).to(device), "columns": rows.flip(1).to(dtype).to(device), "tolerance": 0.01}
-        scores, grad = (torch.randn(3, n, n, generator=generator).to(dtype).to(device) for _ in range(2))
-        inputs = {"scores": scores, "iterations": iterations, "tau": 1.0, "grad": grad, **sums}
+        inputs = {**normal(sizes, dtype, device, generator), "iterations": iterations, "tau": 1.0, **sums}
         yield Case(f"sums 3 x {n} x {n}, R={iterations}", inputs)
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
     # For small tau p is nearly a matrix of zeros and ones, and gradients are mostly rounding errors divided by tau.
-    leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
-    return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
+    return differentiated(inputs, backend, SINKHORN, leaves=None if inputs["tau"] >= 0.05 else ())
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=8.0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from moe_kernels.cases.topk_gate import TOPK_GATE
 from moe_kernels.ops import topk_gate
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, random_rows
+from moe_kernels.verify.operation import Case, Operation, differentiated, random_rows
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -25,8 +27,4 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                     yield Case(f"{kind} {tokens} x {experts}, k={k}, {order}", inputs)
 
 
-def _run(inputs: Inputs, backend: str) -> Outputs:
-    return differentiated(topk_gate.topk_gate, inputs, ("logits", "noise"), ("weights", "experts"), backend=backend)
-
-
-OPERATION = Operation(_cases, _run, exact=frozenset({"experts"}), floor=2.0)
+OPERATION = Operation(_cases, partial(differentiated, call=TOPK_GATE), exact=frozenset({"experts"}), floor=2.0)

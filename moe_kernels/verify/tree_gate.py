@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from moe_kernels.ops import tree_gate
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
+from moe_kernels.cases.call import normal
+from moe_kernels.cases.tree_gate import TREE_GATE, TREE_ROUTE, shapes
+from moe_kernels.verify.operation import Case, Inputs, Operation, differentiated
 
 
-def _inputs(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
-    generator = torch.Generator().manual_seed(0)
+def _tensors(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024), (65, 80, 1, 64))
     for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5), (3, 16, 1, 6)) if small else many:
-        weights = {"split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
-        biases = {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)}
-        for given in ({}, biases):
-            shapes = {"x": (tokens, dim), **weights, **given}
-            tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for bias in (False, True):
+            sizes = shapes({"T": tokens, "P": dim, "K": trees, "E": experts, "bias": bias})
+            grads = {name: sizes.pop(name) for name in TREE_GATE.grads}
+            tensors = normal(sizes, torch.float32, "cpu", generators[0])
             tensors["split_weight"] *= 0.5 / dim**0.5
+            tensors |= normal(grads, torch.float32, "cpu", generators[1])
             inputs = {name: each.to(dtype).to(device) for name, each in tensors.items()}
-            yield f"{tokens} x {dim}, K={trees}, E={experts}{', biases' * bool(given)}", inputs
+            yield f"{tokens} x {dim}, K={trees}, E={experts}{', biases' * bias}", inputs
 
 
 def _gate_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for name, inputs in _inputs(dtype, device, small):
-        (tokens, _), (trees, experts, _) = inputs["x"].shape, inputs["leaf_weight"].shape
-        grads = {"grad_gates": (tokens, experts), "grad_leaf_probs": (tokens, trees, experts)}
-        given = {each: torch.randn(shape, generator=generator).to(dtype).to(device) for each, shape in grads.items()}
+    for name, inputs in _tensors(dtype, device, small):
         for gamma in (10.0, 1.0):
-            yield Case(f"{name}, gamma={gamma:g}", {**inputs, **given, "gamma": gamma})
-
-
-def _gate(inputs: Inputs, backend: str) -> Outputs:
-    leaves = ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias")
-    return differentiated(tree_gate.tree_gate, inputs, leaves, ("gates", "leaf_probs"), backend=backend)
+            yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    for name, inputs in _inputs(dtype, device, small):
+    for name, inputs in _tensors(dtype, device, small):
         # 16-bit dtypes have no case gamma = 3: backends sum pre-activations in different orders and round the sums to
         # 16 bits, so they may choose different leaves if two are nearly equal.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 
 
-def _route(inputs: Inputs, backend: str) -> Outputs:
-    return differentiated(tree_gate.tree_route, inputs, (), ("weights", "experts"), backend=backend)
-
-
-GATE = Operation(_gate_cases, _gate, exact=frozenset(), floor=16.0)
-ROUTE = Operation(_route_cases, _route, exact=frozenset({"experts"}), floor=8.0)
+GATE = Operation(_gate_cases, partial(differentiated, call=TREE_GATE), exact=frozenset(), floor=16.0)
+ROUTE = Operation(_route_cases, partial(differentiated, call=TREE_ROUTE), exact=frozenset({"experts"}), floor=8.0)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.planted import plant
 
@@ -38,14 +37,6 @@ def test_kwta_least_bytes_are_rows_in_and_out_and_four_words_of_bits_a_row(dtype
     assert ENTRY.least_bytes(SHAPE, dtype, "forward") == forward
     assert ENTRY.least_bytes(SHAPE, dtype, "backward") == backward
     assert ENTRY.least_bytes(SHAPE, dtype, "training") == forward + 64 + backward
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_flops_agree_with_torchs_counter(direction: str) -> None:
-    inputs = ENTRY.inputs(SHAPE, torch.float32, "cpu")
-    with FlopCounterMode(display=False) as counter:
-        ENTRY.kernel("cpu")[direction](inputs)
-    assert ENTRY.flops(SHAPE, direction) == counter.get_total_flops() == (800 if direction == "training" else 400)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +104,9 @@ def test_a_sample_is_the_median_and_the_outer_tenths() -> None:
 def test_a_figure_follows_from_its_samples() -> None:
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 2, ("cpu",))
     second = partial(timing.Sample, low=0.0, high=0.0, count=1)
-    found = measure.figure(job, "cpu", second(1e-6), {PEER: second(8e-6)}, second(4e-7), {"copy": 6.4, "float32": 1.0})
+    found = measure.figure(
+        job, "cpu", second(1e-6), {PEER: second(8e-6)}, second(4e-7), {"copy": 6.4, "float32": 1.0}, 400
+    )
     assert found["setting"] == "2 threads"
     assert found["us"] == pytest.approx(1.0)
     assert found["gb_per_s"] == pytest.approx(3.2)  # 3200 bytes in a microsecond
@@ -188,7 +181,9 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     entry = result["entries"][0]
     assert entry["sources"] == ledger.digest("kwta", "cpu")
-    assert [figure["direction"] for figure in entry["figures"]] == list(DIRECTIONS)
+    assert [(each["direction"], each["flops"]) for each in entry["figures"]] == [
+        ("forward", 400), ("backward", 400), ("training", 800),
+    ]  # fmt: skip
     assert [len(each["figures"]) for each in result["entries"]] == [3, 0, 0, 0]
     assert [each["shape"] for each in entry["curves"]] == ["R=4 N=10 p=0.5", "R=4 N=1000 p=0.5"]
     assert entry["figures"][2]["peak_mib"] > 0
@@ -337,10 +332,10 @@ def test_a_scaling_curve_varies_one_size_over_two_decades(op: str) -> None:
 
 def test_a_peer_is_one_function_and_is_reported_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PACKAGES", {})
-    peers.peer("kwta", "here", "math")(lambda inputs: inputs["leaf"] * inputs["mask"])
+    peers.peer("kwta", "here", "math")(lambda inputs: inputs["x"] * inputs["mask"])
     peers.peer("kwta", "not installed", "a_missing_package")(lambda inputs: None)
     peers.peer("kwta", "on GPUs", "math", device="cuda")(lambda inputs: None)
-    peers.peer("kwta", "wrong", "math")(lambda inputs: -inputs["leaf"] * inputs["mask"])
+    peers.peer("kwta", "wrong", "math")(lambda inputs: -inputs["x"] * inputs["mask"])
     peers.peer("kwta", "broken", "math")(lambda inputs: {}["nothing"])
     own = {**ENTRY.peers, "of torch": {"training": lambda inputs: torch.empty(2) @ torch.empty(3)}}
     monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, peers=own))

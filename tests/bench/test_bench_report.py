@@ -361,7 +361,10 @@ def test_sources_are_found_in_every_folder():
     found = {path.relative_to(ledger.ROOT).as_posix() for path in ledger.sources("tree_gate", "triton")}
     kernels = "moe_kernels/backends/triton/tree_gate.py"
     packages = {"moe_kernels/backends/triton/__init__.py"}
-    assert found == packages | {"moe_kernels/ops/tree_gate.py", kernels, "moe_kernels/backends/native/tree_gate.py"}
+    cases = {"moe_kernels/cases/tree_gate.py", "moe_kernels/cases/call.py"}
+    native = "moe_kernels/backends/native/tree_gate.py"
+    assert found == packages | cases | {"moe_kernels/ops/tree_gate.py", kernels, native}
+    assert ledger.ROOT / "moe_kernels/cases/routing.py" in ledger.sources("make_plan", "cpu")  # draws the experts
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
     assert ledger.ROOT / "moe_kernels/backends/triton/__init__.py" in ledger.sources("kwta", "triton")
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("expert_mlp", "cuda")

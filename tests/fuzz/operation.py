@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_kernels.verify.operation import Inputs, Operation
+from moe_kernels.cases.call import Inputs
+from moe_kernels.verify.operation import Operation
 from tests.fuzz.values import Spec
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from functools import partial
 
 import torch
 
 import moe_kernels as mk
 from moe_kernels import RoutingPlan
+from moe_kernels.cases.call import Call, Inputs
+from moe_kernels.cases.combine import COMBINE
+from moe_kernels.cases.dispatch import DISPATCH
+from moe_kernels.cases.plan import PLAN_PRIORITY
+from moe_kernels.cases.routing import shapes
 from moe_kernels.ops.plan import ORDERS
-from moe_kernels.verify.operation import Inputs, Outputs
+from moe_kernels.verify.operation import Outputs
 from tests.fuzz.operation import Fuzzed, without_kernels
-from tests.fuzz.values import Spec, describe, make, size
+from tests.fuzz.values import KINDS, Spec, describe, make, size, tensors
 
 FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
 ROUTINGS = ("uniform", "one expert", "no choice", "some without", "skewed")
@@ -63,29 +69,20 @@ def _draw_scores(draw: random.Random) -> Spec:
 
 
 def _build_scores(spec: Spec) -> Inputs:
-    scores = make(spec, "scores", spec["tokens"], spec["experts"])
-    grad = make(spec, "grad", spec["tokens"], spec["experts"])
-    return {"scores": scores, "capacity": spec["capacity"], "grad": grad}
+    sizes = dict.fromkeys(PLAN_PRIORITY.tensors, (spec["tokens"], spec["experts"]))
+    return {**tensors(spec, PLAN_PRIORITY, sizes), "capacity": spec["capacity"]}
 
 
-def _draw_moving(draw: random.Random) -> Spec:
+def _draw_moving(draw: random.Random, kinds: tuple[str, ...]) -> Spec:
     spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
-    # Only x, which dispatch copies, may be "special" (with NaN, infinities and the largest numbers). The other tensors
-    # enter sums, and whether a sum of the largest numbers overflows depends on its order.
-    return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
+    return spec | describe(draw, "rows", "weights", kinds=FINITE) | describe(draw, "x", kinds=kinds)
 
 
-def _build_dispatch(spec: Spec) -> Inputs:
+def _build_moving(spec: Spec, call: Call) -> Inputs:
     plan = plan_of(spec)
-    x, grad = make(spec, "x", plan.num_tokens, spec["dim"]), make(spec, "grad", plan.num_rows, spec["dim"])
-    return {"x": x, "plan": plan, "grad": grad}
-
-
-def _build_combine(spec: Spec) -> Inputs:
-    plan = plan_of(spec)
-    rows, grad = make(spec, "rows", plan.num_rows, spec["dim"]), make(spec, "grad", plan.num_tokens, spec["dim"])
-    weights = make(spec, "weights", plan.num_tokens, spec["k"]) if spec["weights"] else None
-    return {"rows": rows, "plan": plan, "weights": weights, "grad": grad}
+    sizes = {"T": plan.num_tokens, "R": plan.num_rows, "D": spec["dim"], "K": spec["k"]}
+    found = tensors(spec, call, shapes(sizes))
+    return {**found, "plan": plan, "weights": found.get("weights") if spec["weights"] else None}
 
 
 def _draw_counts(draw: random.Random) -> Spec:
@@ -116,8 +113,10 @@ def _countable(spec: Spec) -> bool:
 
 OPERATIONS = {
     "make_plan": Fuzzed(_draw_plan, _build_plan, has_experts, weight=2),
-    "dispatch": Fuzzed(_draw_moving, _build_dispatch, has_experts),
-    "combine": Fuzzed(_draw_moving, _build_combine, has_experts, weight=2),
+    # Only x, which dispatch copies, may be "special" (with NaN, infinities and the largest numbers). The other tensors
+    # enter sums, and whether a sum of the largest numbers overflows depends on its order.
+    "dispatch": Fuzzed(partial(_draw_moving, kinds=KINDS), partial(_build_moving, call=DISPATCH), has_experts),
+    "combine": Fuzzed(partial(_draw_moving, kinds=FINITE), partial(_build_moving, call=COMBINE), has_experts, weight=2),
     "counts": Fuzzed(
         _draw_counts,
         lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},

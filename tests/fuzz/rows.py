@@ -7,12 +7,14 @@ import random
 import torch
 
 import moe_kernels as mk
+from moe_kernels.cases.call import Inputs
+from moe_kernels.cases.tree_gate import TREE_GATE, shapes
 from moe_kernels.ops.kwta import TIES
 from moe_kernels.ops.topk_gate import ORDERS
-from moe_kernels.verify.operation import Inputs, Outputs
+from moe_kernels.verify.operation import Outputs
 from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.routing import FINITE
-from tests.fuzz.values import Spec, describe, make, size
+from tests.fuzz.values import Spec, describe, make, size, tensors
 
 MODEST = ("normal", "ties", "constant", "zeros", "tiny")
 
@@ -51,22 +53,14 @@ def _build_topk(spec: Spec) -> Inputs:
 def _draw_tree(draw: random.Random) -> Spec:
     spec = {"tokens": size(draw, 20), "dim": size(draw, 65), "trees": size(draw, 4, 1), "experts": size(draw, 40, 2)}
     spec |= {"bias": draw.random() < 0.5, "gamma": draw.choice((1.0, 0.1, 3.0, 10.0))}
-    return spec | describe(draw, "x", "split_weight", "leaf_weight", "grad_gates", "grad_probs", kinds=MODEST)
+    return spec | describe(draw, "x", "split_weight", "leaf_weight", "grad_gates", "grad_leaf_probs", kinds=MODEST)
 
 
 def _build_tree(spec: Spec) -> Inputs:
-    trees, experts, dim = spec["trees"], spec["experts"], spec["dim"]
-    tensors = {
-        "x": make(spec, "x", spec["tokens"], dim),
-        "split_weight": make(spec, "split_weight", trees, experts - 1, dim) * 0.5 / max(dim, 1) ** 0.5,
-        "leaf_weight": make(spec, "leaf_weight", trees, experts, dim),
-    }
-    if spec["bias"]:
-        tensors |= {"split_bias": make(spec, "split_bias", trees, experts - 1)}
-        tensors |= {"leaf_bias": make(spec, "leaf_bias", trees, experts)}
-    grads = {"grad_1": make(spec, "grad_gates", spec["tokens"], experts)}
-    grads["grad_2"] = make(spec, "grad_probs", spec["tokens"], trees, experts)
-    return tensors | grads | {"gamma": spec["gamma"]}
+    sizes = {"T": spec["tokens"], "P": spec["dim"], "K": spec["trees"], "E": spec["experts"], "bias": spec["bias"]}
+    found = tensors(spec, TREE_GATE, shapes(sizes))
+    found["split_weight"] = found["split_weight"] * 0.5 / max(spec["dim"], 1) ** 0.5
+    return {**found, "gamma": spec["gamma"]}
 
 
 def _draw_sinkhorn(draw: random.Random) -> Spec:

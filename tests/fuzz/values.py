@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.cases.call import Call, Shapes
 from moe_kernels.verify.operation import random_rows
 
 Spec = dict[str, Any]
@@ -50,6 +51,11 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
     else:
         x = random_rows(kind, count, columns, dtype, generator)
     return lay(x.reshape(shape), spec.get(f"{name}.layout", "contiguous"))
+
+
+def tensors(spec: Spec, call: Call, shapes: Shapes) -> dict[str, Tensor]:
+    """The leaves and gradients of a call, those that have shapes."""
+    return {name: make(spec, name, *shapes[name]) for name in call.tensors if name in shapes}
 
 
 def lay(x: Tensor, layout: str) -> Tensor:

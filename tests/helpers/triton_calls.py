@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-import moe_kernels as mk
 from bench import counting
 from bench.entry import Entry, Inputs, Shape, through_autograd
 from bench.registry import ENTRIES
 from moe_kernels import backends
+from moe_kernels.cases.expert_mlp import EXPERT_MLP
+from moe_kernels.cases.plan import MAKE_PLAN
+from moe_kernels.cases.topk_gate import TOPK_GATE
+from moe_kernels.cases.tree_gate import TREE_GATE
 
 FP32, BF16, FP16 = (torch.float32,), (torch.bfloat16,), (torch.float16,)
 
@@ -86,23 +89,21 @@ def _variant(op: str, variant: str, forward: Callable[..., object]) -> tuple[str
 
 
 def _gated(inputs: Inputs, backend: str) -> object:
-    w_in = torch.cat([inputs["leaf_w_in"]] * 2, -1)
-    x, w_out, weights = (inputs[name] for name in ("leaf_x", "leaf_w_out", "leaf_weights"))
-    return mk.expert_mlp(x, inputs["plan"], w_in, w_out, weights=weights, activation="swiglu", backend=backend)
+    given = {**inputs, "w_in": torch.cat([inputs["w_in"]] * 2, -1), "activation": "swiglu"}
+    return EXPERT_MLP.run(given, backend)
 
 
 def _leaf_probs(inputs: Inputs, backend: str) -> object:
-    weights = (inputs[name] for name in ("x", "split_weight", "leaf_weight"))
-    gates, leaf_probs = mk.tree_gate(*weights, gamma=1.0, backend=backend)
+    gates, leaf_probs = TREE_GATE.run(inputs, backend)
     return gates + leaf_probs.sum(1)
 
 
 def _softmax_first(inputs: Inputs, backend: str) -> object:
-    return mk.topk_gate(inputs["leaf_logits"], inputs["k"], order="softmax_topk", backend=backend)[0]
+    return TOPK_GATE.run({**inputs, "order": "softmax_topk"}, backend)[0]
 
 
 def _long_indices(inputs: Inputs, backend: str) -> object:
-    return mk.make_plan(inputs["experts"].long(), inputs["E"], backend=backend).slot_row
+    return MAKE_PLAN.run({**inputs, "experts": inputs["experts"].long()}, backend).slot_row
 
 
 _GATED = _variant("expert_mlp", "gated", _gated)

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,14 @@ def test_a_case_is_reproducible():
 
 
 def test_a_planted_fault_is_found_and_minimised(monkeypatch):
-    kwta = mk.kwta
+    kwta = check.VERIFIED["kwta"]
 
-    def wrong(x, k, **options):
-        y = kwta(x, k, **options)
-        return y if options["backend"] == "reference" or k < 3 or x.shape[-1] < 9 else y + 1
+    def wrong(inputs, backend):
+        found = kwta.run(inputs, backend)
+        right = backend == "reference" or inputs["k"] < 3 or inputs["x"].shape[-1] < 9
+        return found if right else found | {"y": found["y"] + 1}
 
-    monkeypatch.setattr("moe_kernels.ops.kwta.kwta", wrong)  # the name by which moe_kernels.verify calls kwta
+    monkeypatch.setitem(check.VERIFIED, "kwta", replace(kwta, run=wrong))
     draw, found = random.Random(3), None
     while found is None:
         spec = drawn(draw, ["kwta"], ["cpu base"])

@@ -1,0 +1,13 @@
+"""Expert norms, on the tensors of moe_kernels/cases/grouped_gemm.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_kernels.cases.call import Call, streamed
+from moe_kernels.cases.grouped_gemm import inputs, shapes
+from moe_kernels.ops import expert_norms
+
+LEAVES, GRADS = ("x", "w_in", "w_out"), ("grad_norms",)
+LEAST_BYTES = partial(streamed, shapes, LEAVES, GRADS)
+EXPERT_NORMS = Call(expert_norms.expert_norms, ("norms",), LEAVES, ("b_in", "b_out"), GRADS, inputs, LEAST_BYTES)
