@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import ctypes
 
@@ -43,9 +43,18 @@ def test_an_endless_loop_is_a_failure(tmp_path, workers):
     (tmp_path / "test_endless.py").write_text(TESTS)
     (tmp_path / "spin.c").write_text("void spin(void) { for (volatile int on = 1; on;) {} }\n")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "spin.so", "spin.c"], cwd=tmp_path, check=True)
-    command = [sys.executable, "-m", "pytest", "-p", "time_limit", "-c", HERE.parent / "pyproject.toml", "--rootdir=."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.helpers.time_limit",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir=.",
+    ]
     options = ["-n", str(workers), "--timeout=1", "-p", "no:cacheprovider", "test_endless.py"]
-    environment = {"PYTHONPATH": str(HERE), "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     ran = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "in test_cpp_spins_and_holds_the_lock" in ran.stderr  # the stack that the watchdog printed
