@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planted import plant
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -84,6 +85,40 @@ def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
             if 0.9 * sample.low <= other <= 1.1 * sample.high:
                 return
     pytest.fail(f"thread_time says {other}, the bench {sample}")
+
+
+class Work(TorchDispatchMode):
+    """Counts the bytes that copies read and write, and the FLOPs of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.copy_.default:
+            self.done += sum(each.numel() * each.element_size() for each in args[:2])
+        elif op is torch.ops.aten.mm.out:
+            self.done += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return op(*args, **(kwargs or {}))
+
+
+def test_ceilings_are_bytes_and_flops_over_seconds(monkeypatch) -> None:
+    """If every call took a nanosecond for five bytes or FLOPs that it really does, all ceilings would be 5."""
+
+    def time_cpu(calls, budget):
+        samples = {}
+        for name, call in calls.items():
+            with Work() as work:
+                call()
+            assert work.done > 0
+            seconds = work.done / 5e9
+            samples[name] = timing.Sample(seconds, 0.5 * seconds, 2 * seconds, 3)
+        return samples
+
+    monkeypatch.setattr(timing, "time_cpu", time_cpu)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    found = timing.ceilings("cpu", dtypes)
+    assert found == {name: pytest.approx(5) for name in ("copy", "float32", "bfloat16")}
 
 
 def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:

@@ -229,6 +229,9 @@ def test_windows_of_tokens(checkpoint):
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
+    words = [5 + line % 7 for line in range(2 * bert.LINES + 1)]  # the tokenizer gets the lines in three calls
+    found = bert.token_windows(checkpoint, "\n".join(WORDS[each] for each in words).encode(), 3)
+    assert found[:, 1].tolist() == words
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):

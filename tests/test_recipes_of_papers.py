@@ -65,6 +65,37 @@ def test_priority_matters_with_two_choices_of_v_moe():
     assert kept[1] > kept[0]
 
 
+@pytest.mark.parametrize("side", ["vmoe", "e3"])
+def test_figures_of_an_evaluation_weigh_batches_by_their_images(side):
+    """Recomputes the columns from the single batches: 33 images, then 7."""
+    run, _ = blocks_with_experts(side, capacity_eval=0.4, eval_batch=33, experts=8, group=4)
+    with torch.no_grad():
+        run.task.model.embed.project.weight.mul_(20)  # the images then differ in their routing
+    found, model, members = run.evaluate(), run.task.model.eval(), 2 if side == "e3" else 1
+    dropped, varied, loss, right, sizes = [], [], [], [], []
+    for x, y in zip(*(each.split(33) for each in run.data.test), strict=True):
+        with torch.no_grad():
+            logits, outputs = model(x)
+        sizes.append(len(y))
+        dropped.append([(out.plan.slot_row < 0).float().mean().item() for out in outputs])
+        sums = [out.gates[0].gates.unflatten(0, (len(y) * members, -1)).sum(1) for out in outputs]
+        varied.append([(each.var(0, unbiased=False) / (each.mean(0) + 1e-6)).mean().item() for each in sums])
+        probs = logits.softmax(-1).unflatten(0, (-1, members)).mean(1)
+        loss.append(-probs[torch.arange(len(y)), y].log().mean().item())
+        right.append((probs.argmax(-1) == y).float().mean().item())
+    first, last = (sum(each) / 2 for each in dropped)
+    assert abs(first - last) > 0.01
+
+    def whole(values):
+        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+
+    assert sizes == [33, 7]
+    assert found["test dropped"] == pytest.approx(whole([sum(each) / 2 for each in dropped]), rel=1e-5)
+    assert found["test batch variation"] == pytest.approx(whole([sum(each) / 2 for each in varied]), rel=1e-4)
+    assert found["test loss"] == pytest.approx(whole(loss), rel=1e-5)
+    assert found["test accuracy"] == pytest.approx(whole(right))
+
+
 def test_experts_can_be_switched_off_in_evaluation():
     """A layer without its experts adds nothing to the residual connection."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)

@@ -380,6 +380,20 @@ def test_a_router_of_a_gate_and_a_policy_routes_as_the_layer_of_experts_does(pol
     assert ((index == 4).any()) == (policy == "batch priority")
 
 
+def test_a_router_drops_and_adds_losses_in_training_alone():
+    from moe_kernels.nn import TopKGate
+    from moe_kernels.nn.policies import TokenChoice
+
+    x = torch.randn(12, 32)
+    router = mk_transformers.Router(TopKGate(32, 4, 2, balance=0.1), TokenChoice(0.5, factor_eval=None))
+    for training in (True, False, True):
+        _, weights, index = router.train(training)(x)
+        plan, expected = TokenChoice(0.5 if training else None)(router.gate(x), training)
+        assert torch.equal(index == 4, plan.slot_row < 0)
+        assert torch.equal(weights, expected)
+        assert bool((index == 4).any()) == bool(router.loss > 0) == training
+
+
 @pytest.mark.parametrize("implementation", ["eager", "moe_kernels"])
 def test_a_model_with_tree_gates_for_routers_trains(implementation):
     from moe_kernels.nn import TreeGate
