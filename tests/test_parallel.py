@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Ranks, shared
 
+from bench.exchange import Size, predictions
 from bench.exchange_model import Machine, layer_cost, shares
 
 
@@ -90,7 +91,7 @@ def test_bad_use_is_refused_by_name(ranks: Ranks, check: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("check", ["uneven", "static", "norms"])
+@pytest.mark.parametrize("check", ["uneven", "static", "norms", "counter"])
 def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n: int) -> None:
     ranks.run("traffic", check, n)
 
@@ -133,6 +134,19 @@ def test_the_slower_of_two_links_decides(node: int) -> None:
     alone = layer_cost(Machine(ranks=1), tokens=500, dim=16, hidden=8, choices=2, share=shares(2, 1.0), width=4)
     assert (alone.exchange, alone.imbalance, alone.sent) == (0.0, 1.0, 0)
     assert shares(3, 1.0).tolist() == pytest.approx([6 / 11, 3 / 11, 2 / 11])
+
+
+def test_a_row_of_predictions_has_the_cost_of_a_layer() -> None:
+    machine, size = Machine(ranks=2, node=2, inside=1e6, latency=1e-3, flops=1e9), Size(500, 16, 8, 4, 2)
+    even, skewed = predictions(size, [machine], 1.0, 4)
+    exchange = 4 * (500 * 16 * 4 / 1e6 + 1e-3) + 2 * 4 / 1e6 + 1e-3  # two experts' counts and half of the 1000 rows
+    products = 3 * 1000 * 2 * (16 * 16 + 8 * 16) / 1e9
+    share = exchange / (exchange + products)
+    # Three times 500 rows to the other rank, and the counts.
+    sent = f"{(4 * 500 * 16 * 4 + 2 * 4) / 1e6:.1f}"
+    shown = (f"{exchange * 1e3:.2f}", f"{products * 1e3:.2f}", f"{share * 100:.0f} %", sent)
+    assert even == ("2", "uniform", "1.00", *shown)
+    assert skewed[:3] == ("2", "Zipf 1", f"{2 * (1 + 1 / 2) / (1 + 1 / 2 + 1 / 3 + 1 / 4):.2f}")
 
 
 def test_the_contenders_of_the_bench_agree(ranks: Ranks) -> None:
