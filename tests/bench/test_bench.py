@@ -104,9 +104,10 @@ def test_a_sample_is_the_median_and_the_outer_tenths() -> None:
 def test_a_figure_follows_from_its_samples() -> None:
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 2, ("cpu",))
     second = partial(timing.Sample, low=0.0, high=0.0, count=1)
-    found = measure.figure(
-        job, "cpu", second(1e-6), {PEER: second(8e-6)}, second(4e-7), {"copy": 6.4, "float32": 1.0}, 400
-    )
+    own = timing.Sample(1e-6, 9e-7, 3e-6, 7)
+    ceilings = {"copy": 6.4, "float32": 1.0}
+    found = measure.figure(job, "cpu", own, {PEER: second(8e-6)}, second(4e-7), ceilings, 400)
+    assert [found[name] for name in ("low_us", "high_us", "samples")] == pytest.approx([0.9, 3, 7])
     assert found["setting"] == "2 threads"
     assert found["us"] == pytest.approx(1.0)
     assert found["gb_per_s"] == pytest.approx(3.2)  # 3200 bytes in a microsecond

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import counting, document, ledger, predict
+from bench import counting, document, ledger, predict, registry
 from tests.helpers.bench import run
 from tests.ptx.summary import triton_kernels
 
@@ -73,6 +75,38 @@ def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
     assert [row[5] for row in table] == ["k", "k", "all"]
     assert all("(stale)" in row[0] for row in table)  # counted from other sources
     assert all("predicted" in name for name in predict.HEADER if " us" in name or name == "us")
+
+
+def test_rows_of_launches_and_their_sum_by_hand():
+    """Two launches: DRAM takes 0.5 and 9.5 us, instructions 1.3 and 6.5 us, products nothing."""
+    launches = [launched(kernel="a"), launched(kernel="b", bytes_read=18600, warp_instructions=2000)]
+    each = counted(*launches)
+    made = predict.Prediction(each, tuple(predict.launch(one, each, GPU) for one in launches), False, 1.5)
+    key = ("kwta", "cuda", "bfloat16", "forward", "R=8 N=4")
+    a, b, every = predict.rows([made])
+    # 32 threads a warp instruction, 16 elements: 400 and 2000 instructions at the counted shape.
+    assert a == (*key, "a", "800.0", "1.3", "0.5", "1.3", "0", "1.3", "issue", "")
+    assert b == (*key, "b", "4000.0", "1.3", "9.5", "6.5", "0", "9.5", "DRAM", "")
+    assert every == (*key, "all", "4800.0", "", "10", "7.8", "0", "10.8", "DRAM", "1.50")
+    (alone,) = predict.rows([predict.Prediction(counted(launches[0]), made.launches[:1], True, 2.0)])
+    assert (alone[0], alone[-1]) == ("kwta (stale)", "2.00")
+    several = (*made.launches[:1] * 3, made.launches[1])
+    assert predict.Prediction(each, several, False).bound == "DRAM"  # most launches are bound by issue, 3.9 us of 13.4
+
+
+def test_counts_grow_by_the_named_sizes_and_bytes_by_the_least_bytes():
+    kwta = registry.ENTRIES["kwta"]
+    case = counting.Case("kwta", kwta, {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",))
+    assert case.counted_shape == {"R": 64, "N": 100, "p": 0.1}
+    assert case.scale() == case.bytes_scale(torch.float32, "training") == 128
+    own = replace(case, shape={"R": 8192, "N": 4096, "p": 0.1}, small={"R": 64, "N": 128}, own_bytes=True)
+    assert own.scale() == own.bytes_scale(torch.float32, "forward") == 128
+    assert replace(own, own_bytes=False).bytes_scale(torch.float32, "forward") == 128 * 32
+    full = {"T": 1024, "D": 8, "H": 4, "E": 16, "K": 4}
+    experts = counting.Case("expert_mlp", registry.ENTRIES["expert_mlp"], full, {"T": 64, "K": 2, "E": 2}, ("T", "K"))
+    assert experts.scale() == 16 * 2
+    least = [2 * tokens * 8 + 2 * count * 8 * 4 + tokens * k for tokens, count, k in ((1024, 16, 4), (64, 2, 2))]
+    assert experts.bytes_scale(torch.float32, "forward") == pytest.approx(least[0] / least[1])
 
 
 def test_a_gpu_without_a_peak_is_named():

@@ -327,16 +327,39 @@ def test_readme_of_this_checkout_is_up_to_date() -> None:
     assert report.rendered(text, merging.read()) == text, "run python -m bench report --readme"
 
 
+def test_a_summary_has_the_range_over_shapes_of_each_direction(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    (entry,) = result["entries"]
+    (first,) = entry["figures"]
+    other = {"shape": "another", "us": 5.0, "gb_per_s": 70.0, "ceiling_percent": 9.0, "over_memcpy": 4.0}
+    entry["figures"].append(first | other | {"peers": {PEER: 2.0, "package": 3.0}})
+    entry["figures"].append(first | {"direction": "training", "over_memcpy": 8.0, "high_us": 2.5})
+    entry["figures"].append(first | {"direction": "backward"})  # left out beside training
+    key = ("`kwta`", "cuda", "float32")
+    forward = (*key, "forward", "2", "5 to 1.23e+05", "7 to 70", "9 to 87", "1.5 to 4", f"{PEER} 2 to 21, package 3")
+    training = (*key, "training (busy machine)", "1", "1.23e+05", "7", "87", "8", f"{PEER} 21")
+    assert report.summary(entry, gpu=True) == [forward, training]
+    assert report.table([forward], gpu=True).splitlines()[2].count("|") == report.table([], gpu=True).count("|") / 2
+    on_cpu = result_of(tree, "cpu", gpu=False)["entries"][0]
+    on_cpu["figures"].append(on_cpu["figures"][0] | {"setting": "3 threads", "over_memcpy": 99.0})
+    assert report.summary(on_cpu, gpu=False) == [
+        ("`kwta`", "cpu", "float32", "forward, 2 threads", "1", "1.5", f"{PEER} 21")
+    ]
+
+
 def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, monkeypatch) -> None:
     result = result_of(tree, "cpu", gpu=False)
     (entry,) = result["entries"]
     entry["note"] = ""
     training = entry["figures"][0] | {"direction": "training", "peers": {PEER: 0.5}, "ceiling_percent": 9.0}
     entry["figures"].append(training)
-    result["entries"].append(entry | {"dtype": "bfloat16", "verdict": "FAILED", "note": "worst: y", "figures": []})
+    entry["curves"] = [training] * 3
+    result["entries"].append(
+        entry | {"dtype": "bfloat16", "verdict": "FAILED", "note": "worst: y", "figures": [], "curves": []}
+    )
     result["not_measured"] = ["kwta R=1 float32 forward, 1 thread: out of time", "peer pot of kwta: not installed"]
     assert summary.rows(result) == [("kwta", "cpu", "FAILED: bfloat16", "21", "0.5", "9 to 87")]
-    assert summary.missing(result) == ["2 figures measured; jobs for which no time was left: 1"]
+    assert summary.missing(result) == ["5 figures measured; jobs for which no time was left: 1"]
     rows = [Row("kwta", "cpu", "float32", "cpu", 3, 0.0, 0.0, "ok", "")]
     rows.append(replace(rows[0], dtype="bfloat16", verdict="FAILED", note="worst: y"))
     rows += [replace(rows[0], backend=name, verdict="not run", note="no GPU") for name in ("triton", "cuda")]

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.planted import plant
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import compare, ledger, measure, profile, registry, timing
+from bench import compare, ledger, measure, profile, registry, routing, timing
 from bench.runs import Run
 from moe_kernels.verify import threads
 from tests.helpers.bench import ROW, run
@@ -86,6 +87,176 @@ def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
     pytest.fail(f"thread_time says {other}, the bench {sample}")
 
 
+class Work(TorchDispatchMode):
+    """Counts the bytes that copies read and write, and the FLOPs of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.copy_.default:
+            self.done += sum(each.numel() * each.element_size() for each in args[:2])
+        elif op is torch.ops.aten.mm.out:
+            self.done += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return op(*args, **(kwargs or {}))
+
+
+def test_ceilings_are_bytes_and_flops_over_seconds(monkeypatch) -> None:
+    """If every call took a nanosecond for five bytes or FLOPs that it really does, all ceilings would be 5."""
+
+    def time_cpu(calls, budget):
+        samples = {}
+        for name, call in calls.items():
+            with Work() as work:
+                call()
+            assert work.done > 0
+            seconds = work.done / 5e9
+            samples[name] = timing.Sample(seconds, 0.5 * seconds, 2 * seconds, 3)
+        return samples
+
+    monkeypatch.setattr(timing, "time_cpu", time_cpu)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    found = timing.ceilings("cpu", dtypes)
+    assert found == {name: pytest.approx(5) for name in ("copy", "float32", "bfloat16")}
+
+
+T, D, H, K, E, B, N = 6, 5, 3, 2, 7, 3, 5  # tokens, features, hidden, choices, experts, matrices and their side
+ROWS, MATRIX, NODES = T * K, E * D * H, K * (2 * E - 1) * D
+# Numbers of elements that a forward and a backward pass read and write, and of 4-byte indices in each pass.
+MOVED = {
+    "topk_gate": ((T * E, ROWS), (ROWS, ROWS, T * E), (ROWS, ROWS)),
+    "make_plan": ((), (), (ROWS * 4 + 3 * E, 0)),
+    "dispatch": ((T * D, ROWS * D), (ROWS * D, T * D), (ROWS, ROWS)),
+    "combine": ((ROWS * D, ROWS, T * D), (T * D, ROWS * D, ROWS, ROWS * D, ROWS), (ROWS, ROWS)),
+    "grouped_gemm": ((T * D, MATRIX, ROWS * H), (T * D, MATRIX, ROWS * H, T * D, MATRIX), (0, 0)),
+    "expert_mlp": (
+        (T * D, MATRIX, MATRIX, ROWS, T * D),
+        (T * D, MATRIX, MATRIX, ROWS, T * D, T * D, MATRIX, MATRIX, ROWS),
+        (0, 0),
+    ),
+    "expert_norms": (
+        (T * D, MATRIX, MATRIX, T * E),
+        (T * D, MATRIX, MATRIX, T * E, T * D, MATRIX, MATRIX),
+        (0, 0),
+    ),
+    "sinkhorn": ((B * N * N,) * 2, (B * N * N,) * 3, (0, 0)),
+    "tree_gate": ((T * D, NODES, T * E, T * K * E), (T * D, NODES, T * E, T * D, NODES), (0, 0)),
+    "tree_route": ((T * D, NODES, T * K), (), (T * K, 0)),
+}
+SHAPE = {"T": T, "D": D, "H": H, "K": K, "E": E, "P": D, "routing": "uniform", "B": B, "n": N, "R": 4, "tau": 0.5}
+PRODUCT, TREES = 2 * ROWS * D * H, 2 * T * D * K
+# FLOPs of a forward pass, and of a forward and a backward pass; of sinkhorn for each iteration.
+FLOPS = {
+    "topk_gate": (0, 0),
+    "make_plan": (0, 0),
+    "dispatch": (0, ROWS * D),
+    "combine": (2 * ROWS * D, 5 * ROWS * D),
+    "grouped_gemm": (PRODUCT, 3 * PRODUCT),
+    "expert_mlp": (2 * PRODUCT + 2 * ROWS * D, 6 * PRODUCT + 3 * ROWS * D),
+    "expert_norms": (4 * T * MATRIX, 16 * T * MATRIX),  # backward computes outputs again
+    "sinkhorn": (4 * B * N * N, 16 * B * N * N),
+    "tree_gate": (TREES * (2 * E - 1), 3 * TREES * (2 * E - 1)),
+    "tree_route": (TREES * 4, 0),  # three nodes and a leaf
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", MOVED)
+def test_least_bytes_are_those_of_inputs_and_outputs(op: str, dtype: torch.dtype) -> None:
+    forward, backward, indices = MOVED[op]
+    entry = registry.ENTRIES[op]
+    passes = [dtype.itemsize * sum(each) + 4 * words for each, words in zip((forward, backward), indices, strict=True)]
+    assert entry.least_bytes(SHAPE, dtype, "forward") == passes[0]
+    if "training" in entry.directions:
+        assert entry.least_bytes(SHAPE, dtype, "training") == sum(passes)
+
+
+@pytest.mark.parametrize("op", FLOPS)
+def test_flops_are_those_of_the_formulas(op: str) -> None:
+    entry = registry.ENTRIES[op]
+    inputs = entry.inputs(SHAPE, torch.float32, "cpu")
+    for direction in entry.directions:
+        if direction in ("forward", "training"):
+            found = measure._flops(lambda direction=direction: entry.kernel("cpu")[direction](inputs))
+            each = inputs["iterations"] if op == "sinkhorn" else 1
+            assert found == each * FLOPS[op][direction == "training"], direction
+
+
+def test_routings_have_the_shares_that_they_name() -> None:
+    torch.manual_seed(0)
+    shares = {}
+    for kind in ("uniform", "zipf", "adversarial"):
+        drawn = routing.logits({"T": 100_000, "E": 8, "routing": kind}, "cpu").argmax(-1)
+        shares[kind] = drawn.bincount(minlength=8) / 100_000
+    zipf = torch.arange(1, 9) ** -1.2
+    expected = {"uniform": torch.full((8,), 1 / 8), "zipf": zipf / zipf.sum()}
+    expected["adversarial"] = torch.tensor([1 / 2, *[1 / 10] * 5, 0, 0])
+    torch.testing.assert_close(shares, expected, rtol=0, atol=0.01)
+    found = routing.loads({"T": 500, "D": 4, "E": 8, "K": 2})
+    assert all(each == sorted(each, reverse=True) and sum(each) == 1000 for each in found["tokens"].values())
+    assert found["tokens"]["adversarial"][-2:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mib", "held_mib", "sets"),
+    [
+        (1, 1, 64),  # 150 sets would be three times L2, but there are at most 64
+        (10, 1, 15),  # 15 x 10 MiB is three times L2
+        (11, 1, 14),  # rounded up from 13.6
+        (10, 2048, 8),  # 16 GiB allocated
+        (1600, 1, 2),  # fewer than two sets would leave the inputs in L2
+        (10, 2**20, 2),
+    ],
+)
+def test_calls_on_all_sets_move_three_times_l2(monkeypatch, mib: int, held_mib: int, sets: int) -> None:
+    properties = SimpleNamespace(L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert timing.sets_for(mib * 2**20, held_mib * 2**20) == sets
+    properties.L2_cache_size = 2**40
+    assert timing.sets_for(2**29, 1) == 8  # 4 GiB moved
+
+
+def test_times_of_a_gpu_are_seconds_a_call(monkeypatch) -> None:
+    """On a GPU whose events count the launches between them, 5 ms each."""
+    launched = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = len(launched)
+
+        def synchronize(self) -> None:
+            assert self.at == len(launched)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 5.0 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = timing.time_gpu({"one": lambda: launched.append(1), "two": lambda: launched.extend([1, 1])}, 10, 0.0)
+    assert [found[name].median for name in ("one", "two")] == pytest.approx([5e-4, 1e-3])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: len(launched) * 7e-6)
+    assert timing.launch_seconds(lambda: launched.append(1)) == pytest.approx(7e-6)
+
+
+def test_memcpy_moves_the_least_bytes_of_the_call(monkeypatch) -> None:
+    moved = []
+
+    def time_cpu(calls, budget):
+        with Work() as work:
+            calls[measure.MEMCPY]()
+        moved.append(work.done)
+        return dict.fromkeys(calls, timing.Sample(1e-3, 1e-3, 1e-3, 1))
+
+    monkeypatch.setattr(timing, "time_cpu", time_cpu)
+    (found,) = measure.run(JOBS[:1], {"1 thread": {"copy": 10.0, "float32": 100.0}}, 0.01)
+    assert moved == [found.figures[0]["least_bytes"]] == [2 * 512 * 512 * 4]
+
+
 def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     slow = f"import sys; sys.path.insert(0, {str(ledger.ROOT)!r})\nfrom moe_kernels.backends import cpu\n"
@@ -121,6 +292,8 @@ def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Pat
     assert found.lines[0].name == "moe_kernels::kwta_fwd"
     assert found.lines[0].share > 0.5
     assert sum(line.us for line in found.lines) == pytest.approx(found.us)
+    assert all(line.floors == pytest.approx(line.us / found.floor_us) for line in found.lines)
+    assert all(line.share == pytest.approx(line.us / found.us) for line in found.lines)
     assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
     assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}

@@ -80,6 +80,16 @@ def test_a_figure_for_every_shape_and_mode(small, tmp_path):
         assert line["torch"] == torch.__version__
 
 
+def test_a_figure_has_microseconds_and_ratios(small, monkeypatch):
+    seconds = {models.OURS: 2e-3, "eager": 6e-3, "batched_mm": 1e-3, "grouped_mm": 3e-3}
+    samples = {name: timing.Sample(each, 0.0, 1.0, 9) for name, each in seconds.items()}
+    monkeypatch.setattr(timing, "time_cpu", lambda calls, budget: {name: samples[name] for name in calls})
+    figure = next(models.run(0.1, "cpu"))
+    assert figure["us"] == pytest.approx(2000)
+    assert figure["peers"] == pytest.approx({"eager": 3, "batched_mm": 0.5, "grouped_mm": 1.5})
+    assert models.cells(figure)[4:] == ("2000.0", "3", "0.5", "1.5")
+
+
 def test_shapes_of_large_models_are_for_gpus():
     on_cpu, on_gpu = (list(models.jobs(device)) for device in ("cpu", "cuda"))
     assert {name for name, *_ in on_cpu} == set(models.SHAPES)

@@ -161,7 +161,9 @@ def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
     """The layer computes LayerNorm(a + y): a is the attention's output, y the output of the token's expert for a."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
-    student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()
+    made = [MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True)) for _ in range(2)]
+    student = dense.with_experts(made.__getitem__).eval()
+    assert [block.experts.moe for block in student.model.bert.encoder.layer] == made
     assert student.feed_forwards() == []
     assert len(dense.feed_forwards()) == 2
     x = torch.randint(5, len(WORDS), (2, 7))
@@ -229,6 +231,10 @@ def test_windows_of_tokens(checkpoint):
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
+    assert bert.token_windows(checkpoint, b"the cat " * 15, 32).shape == (1, 32)  # as long as the positions
+    words = [5 + line % 7 for line in range(2 * bert.LINES + 1)]  # the tokenizer gets the lines in three calls
+    found = bert.token_windows(checkpoint, "\n".join(WORDS[each] for each in words).encode(), 3)
+    assert found[:, 1].tolist() == words
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):

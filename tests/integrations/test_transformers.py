@@ -233,48 +233,49 @@ def test_without_gradients_errors_are_those_with_them(wrong):
     assert messages[0] == messages[1]
 
 
+def made_experts(transposed: bool, bias: bool, gate: bool, norm: bool, act: nn.Module) -> nn.Module:
+    """Experts of transformers with these flags, and with a loop as their own forward."""
+    flags = {"has_post_expert_norm": norm} if norm else {}
+
+    @moe.use_experts_implementation(is_transposed=transposed, has_bias=bias, has_gate=gate, **flags)
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            wide, self.num_experts, self.act_fn = (20 if gate else 10), 3, act
+            up, down = ((3, 8, wide), (3, 10, 8)) if transposed else ((3, wide, 8), (3, 8, 10))
+            name = "gate_up_proj" if gate else "up_proj"
+            self.register_parameter(name, nn.Parameter(torch.randn(up)))
+            self.down_proj = nn.Parameter(torch.randn(down))
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(3, wide)))
+                self.down_proj_bias = nn.Parameter(torch.randn(3, 8))
+            if norm:
+                self.post_expert_norm = nn.RMSNorm(8)
+
+        def forward(self, x, chosen, weights):
+            out = torch.zeros_like(x)
+            first = self.gate_up_proj if gate else self.up_proj
+            for t, k in ((t, k) for t in range(len(x)) for k in range(chosen.shape[1])):
+                e = chosen[t, k]
+                pre = x[t] @ (first[e] if transposed else first[e].t())
+                if bias:
+                    pre = pre + (self.gate_up_proj_bias if gate else self.up_proj_bias)[e]
+                hidden = self._apply_gate(pre) if gate else self.act_fn(pre)
+                row = hidden @ (self.down_proj[e] if transposed else self.down_proj[e].t())
+                if bias:
+                    row = row + self.down_proj_bias[e]
+                out[t] += weights[t, k] * (self.post_expert_norm(row) if norm else row)
+            return out
+
+    return Experts(transformers.MixtralConfig(experts_implementation="eager"))
+
+
 def test_every_flag_of_the_decorator():
     norms = "has_post_expert_norm" in inspect.signature(moe.use_experts_implementation).parameters
-
-    def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
-        flags = {"has_post_expert_norm": norm} if norms else {}
-
-        @moe.use_experts_implementation(is_transposed=transposed, has_bias=bias, has_gate=gate, **flags)
-        class Experts(nn.Module):
-            def __init__(self, config):
-                super().__init__()
-                wide, self.num_experts, self.act_fn = (20 if gate else 10), 3, nn.SiLU()
-                up, down = ((3, 8, wide), (3, 10, 8)) if transposed else ((3, wide, 8), (3, 8, 10))
-                name = "gate_up_proj" if gate else "up_proj"
-                self.register_parameter(name, nn.Parameter(torch.randn(up)))
-                self.down_proj = nn.Parameter(torch.randn(down))
-                if bias:
-                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(3, wide)))
-                    self.down_proj_bias = nn.Parameter(torch.randn(3, 8))
-                if norm:
-                    self.post_expert_norm = nn.RMSNorm(8)
-
-            def forward(self, x, chosen, weights):
-                out = torch.zeros_like(x)
-                first = self.gate_up_proj if gate else self.up_proj
-                for t, k in ((t, k) for t in range(len(x)) for k in range(chosen.shape[1])):
-                    e = chosen[t, k]
-                    pre = x[t] @ (first[e] if transposed else first[e].t())
-                    if bias:
-                        pre = pre + (self.gate_up_proj_bias if gate else self.up_proj_bias)[e]
-                    hidden = self._apply_gate(pre) if gate else self.act_fn(pre)
-                    row = hidden @ (self.down_proj[e] if transposed else self.down_proj[e].t())
-                    if bias:
-                        row = row + self.down_proj_bias[e]
-                    out[t] += weights[t, k] * (self.post_expert_norm(row) if norm else row)
-                return out
-
-        return Experts(transformers.MixtralConfig(experts_implementation="eager"))
-
     torch.manual_seed(0)
     chosen, weights = routing(7, 3)
     for flags in itertools.product(*[(False, True)] * 3, (False, True) if norms else (False,)):
-        experts, x = build(*flags), torch.randn(7, 8, requires_grad=True)
+        experts, x = made_experts(*flags, nn.SiLU()), torch.randn(7, 8, requires_grad=True)
         leaves = [x, *experts.parameters()]
         experts.config._experts_implementation = "eager"
         want = experts(x, chosen, weights)
@@ -287,6 +288,23 @@ def test_every_flag_of_the_decorator():
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=str(flags))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu", "gelu_new", "tanh"])
+def test_every_activation_is_that_of_the_module(act, gate):
+    """With and without the fused kernel, on arguments from about -9 to 9."""
+    from transformers.activations import ACT2FN
+
+    torch.manual_seed(0)
+    experts = made_experts(False, False, gate, False, ACT2FN[act]).requires_grad_(False)
+    (chosen, weights), x = routing(7, 3), torch.randn(7, 8)
+    want = experts(x, chosen, weights)
+    experts.config._experts_implementation = "moe_kernels"
+    with Operators() as seen:
+        torch.testing.assert_close(experts(x, chosen, weights), want, rtol=1e-4, atol=1e-4)
+    fused = act in (("silu", "gelu") if gate else ("relu", "silu", "gelu", "tanh"))
+    assert ("expert_mlp_of_choices" in seen.names) == fused
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
@@ -378,6 +396,22 @@ def test_a_router_of_a_gate_and_a_policy_routes_as_the_layer_of_experts_does(pol
     torch.testing.assert_close(y.view_as(x), layer(x).y)
     torch.testing.assert_close(logits.softmax(-1), gate(x.flatten(0, 1)).gates)
     assert ((index == 4).any()) == (policy == "batch priority")
+
+
+def test_a_router_drops_and_adds_losses_in_training_alone():
+    from moe_kernels.nn import TopKGate
+    from moe_kernels.nn.policies import TokenChoice
+
+    x = torch.randn(12, 32)
+    router = mk_transformers.Router(TopKGate(32, 4, 2, balance=0.1), TokenChoice(0.5, factor_eval=None))
+    for training in (True, False, True):
+        _, weights, index = router.train(training)(x)
+        plan, expected = TokenChoice(0.5 if training else None)(router.gate(x), training)
+        assert torch.equal(index == 4, plan.slot_row < 0)
+        assert torch.equal(weights, expected)
+        assert bool((index == 4).any()) == bool(router.loss > 0) == training
+    one_expert = torch.ones(12, 32)  # by default nothing is dropped
+    assert (mk_transformers.Router(router.gate)(one_expert)[2] < 4).all()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "moe_kernels"])

@@ -69,7 +69,7 @@ def test_capacity_may_change_after_training():
 
 @pytest.mark.parametrize(("priority", "kept"), [(None, [0, 1]), ("max", [2, 1]), ("sum", [3, 2])])
 def test_priorities_of_paper_003(priority, kept):
-    weights = torch.tensor([[0.5, 0.1], [0.6, 0.1], [0.7, 0.1], [0.45, 0.44]])
+    weights = torch.tensor([[0.1, 0.5], [0.6, 0.1], [0.1, 0.7], [0.45, 0.44]])
     gate = GateOutput(weights, torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]], dtype=torch.int32), E)
     plan, _ = TokenChoice(1.0, priority=priority)(gate, True)  # ceil(4 * 2 / 4) = 2 rows
     assert plan.row_token[:2].tolist() == kept
@@ -261,6 +261,21 @@ def test_a_gate_of_several_tasks_says_its_losses_once():
     out = MultiGateMoE([gate, gate], ExpertMLP(E, D, H))(torch.randn(T, D))
     assert set(out.losses) == {"task0.z"}
     assert {"task0.gates", "task1.gates"} <= set(out.statistics)
+
+
+def test_each_task_of_several_has_its_own_statistics_and_losses():
+    gates, x = (
+        [TopKGate(D, E, 2, z=1.0), SoftmaxGate(D, E, importance=0.5), TopKGate(D, E, 1, z=2.0)],
+        torch.randn(T, D),
+    )
+    out = MultiGateMoE(gates, ExpertMLP(E, D, H))(x)
+    alone = [gate(x) for gate in gates]
+    for task, each in enumerate(alone):
+        assert torch.equal(out.statistics[f"task{task}.gates"], each.gates)
+        assert {name: out.losses[f"task{task}.{name}"] for name in each.losses} == each.losses
+    torch.testing.assert_close(out.loss, sum(each.loss for each in alone))
+    used = torch.stack([each.gates for each in alone]).sum(0) != 0
+    assert torch.equal(out.statistics["load"] * T, used.sum(0).float())
 
 
 def test_what_a_layer_cannot_do_is_refused():

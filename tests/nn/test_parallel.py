@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.exchange import Size, predictions
 from bench.exchange_model import Machine, layer_cost, shares
 from tests.helpers.ranks import Ranks, shared
 
@@ -95,7 +96,7 @@ def test_bad_use_is_refused_by_name(ranks: Ranks, check: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("check", ["uneven", "static", "norms"])
+@pytest.mark.parametrize("check", ["uneven", "static", "norms", "counter"])
 def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n: int) -> None:
     ranks.run("traffic", check, n)
 
@@ -116,8 +117,41 @@ def test_predicted_time_by_hand() -> None:
     hot = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=share, width=2)
     assert hot.imbalance == pytest.approx(2.8, rel=1e-3)
     assert hot.experts == pytest.approx(2.8 * even.experts, rel=1e-3)
+    assert hot.exchange == pytest.approx(4 * (2 * 1434 * row_bytes / 1e9 + 1e-3) + 1e-3 + 2 * 4 / 1e9)  # round(1433.6)
+    # Rank 0 gets 1434 rows from each rank and the others get 205; what a rank keeps is not sent. A row goes out and its
+    # output comes back, then two gradients; rank 0 sends 3 * (205 + 1434) rows twice, the others less.
+    assert hot.sent == 2 * 3 * (205 + 1434) * row_bytes + 3 * 4
     with pytest.raises(ValueError, match="4 ranks must divide the experts, got 6"):
         layer_cost(machine, 8, 8, 8, 1, shares(6, 0.0), 2)
+
+
+@pytest.mark.parametrize("node", [4, 2])
+def test_the_slower_of_two_links_decides(node: int) -> None:
+    """In one node, and in two nodes with slow links inside, those links decide. A rank's own rows take no time."""
+    machine = Machine(ranks=4, node=node, inside=1e6, outside=1e9, latency=1e-3, flops=1e12)
+    share = torch.tensor([0.1, 0.2, 0.4, 0.3], dtype=torch.float64)
+    found = layer_cost(machine, tokens=500, dim=16, hidden=8, choices=2, share=share, width=4)
+    others = node - 1  # ranks at the other ends of a rank's link within the node
+    rows = others * 400  # rank 2 gets the most: 400 rows from each of them
+    assert found.exchange == pytest.approx(4 * (rows * 16 * 4 / 1e6 + 1e-3) + others * 4 / 1e6 + 1e-3)
+    assert found.experts == pytest.approx(3 * (4 * 400) * 2 * (16 * 16 + 8 * 16) / 1e12)
+    assert found.imbalance == pytest.approx(1.6)
+    alone = layer_cost(Machine(ranks=1), tokens=500, dim=16, hidden=8, choices=2, share=shares(2, 1.0), width=4)
+    assert (alone.exchange, alone.imbalance, alone.sent) == (0.0, 1.0, 0)
+    assert shares(3, 1.0).tolist() == pytest.approx([6 / 11, 3 / 11, 2 / 11])
+
+
+def test_a_row_of_predictions_has_the_cost_of_a_layer() -> None:
+    machine, size = Machine(ranks=2, node=2, inside=1e6, latency=1e-3, flops=1e9), Size(500, 16, 8, 4, 2)
+    even, skewed = predictions(size, [machine], 1.0, 4)
+    exchange = 4 * (500 * 16 * 4 / 1e6 + 1e-3) + 2 * 4 / 1e6 + 1e-3  # two experts' counts and half of the 1000 rows
+    products = 3 * 1000 * 2 * (16 * 16 + 8 * 16) / 1e9
+    share = exchange / (exchange + products)
+    # Three times 500 rows to the other rank, and the counts.
+    sent = f"{(4 * 500 * 16 * 4 + 2 * 4) / 1e6:.1f}"
+    shown = (f"{exchange * 1e3:.2f}", f"{products * 1e3:.2f}", f"{share * 100:.0f} %", sent)
+    assert even == ("2", "uniform", "1.00", *shown)
+    assert skewed[:3] == ("2", "Zipf 1", f"{2 * (1 + 1 / 2) / (1 + 1 / 2 + 1 / 3 + 1 / 4):.2f}")
 
 
 def test_the_contenders_of_the_bench_agree(ranks: Ranks) -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from moe_kernels.papers.recipes import Splits
+from moe_kernels.nn import GateOutput, HashGate, MoE
+from moe_kernels.papers import recipes
+from moe_kernels.papers.recipes import Batch, Splits
 from moe_kernels.papers.recipes.competesmoe import CompeteSMoE
+from moe_kernels.papers.recipes.moebert import MoEBERT
 from moe_kernels.papers.recipes.movielens import MovieLens
 from moe_kernels.papers.recipes.vmoe import VMoE
 from moe_kernels.papers.train import comparison
@@ -48,6 +51,239 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
     assert sparse <= matched < 1.2 * sparse
+    fc1 = blocks_with_experts("matched")[0].task.model.blocks.blocks[0].ffn.fc1
+    assert fc1.out_features == 12 * fc1.in_features // 16  # as wide as the model, in the proportions of the others
+
+
+def layers_of(run):
+    return [each for each in run.task.model.modules() if isinstance(each, MoE)]
+
+
+@pytest.mark.parametrize(("side", "members"), [("vmoe", 1), ("e3", 2)])
+def test_capacity_and_losses_of_v_moe(side, members):
+    """Capacity factors of training and evaluation, groups of 8 images (an image has 17 tokens), multiples of 4."""
+    run, _ = blocks_with_experts(side, capacity=0.3, capacity_eval=0.9, balance=0.25, experts=8)
+    layer = layers_of(run)[0]
+    tokens, k, count = 8 * 17 * members, 2, 8
+    assert layer.policy.group == tokens
+    gate = GateOutput(torch.ones(tokens, k), torch.arange(k, dtype=torch.int32).expand(tokens, k), count)
+    for training, factor in ((True, 0.3), (False, 0.9)):
+        plan, _ = layer.policy(gate, training)
+        room = 4 * math.ceil(math.ceil(tokens * k * factor / count) / 4)
+        assert plan.kept[:k].tolist() == [room] * k
+    torch.manual_seed(0)
+    found = {name: value.item() for name, value in run.task.loss(run.batch(0)).items()}
+    assert set(found) == {"loss", "task", "importance", "load"}
+    assert found["loss"] == pytest.approx(found["task"] + found["importance"] + found["load"])
+    torch.manual_seed(0)
+    outputs = run.task.model(run.batch(0).tensors[0])[1]
+    for name in ("importance", "load"):  # summed over the layers
+        assert found[name] == pytest.approx(sum(out.losses[name].item() for out in outputs), rel=1e-5)
+    twice = blocks_with_experts(side, capacity=0.3, capacity_eval=0.9, balance=0.5, experts=8)[0]
+    torch.manual_seed(0)
+    losses = twice.task.loss(twice.batch(0))
+    assert losses["importance"].item() == pytest.approx(2 * found["importance"], rel=1e-4)
+    assert losses["load"].item() == pytest.approx(2 * found["load"], rel=1e-4)
+
+
+def test_the_inverse_cvs_of_the_sparse_vit_are_means_over_the_layers():
+    run, blocks = blocks_with_experts("softmax", inverse_cv=0.5)
+    assert len(blocks) == 6
+    torch.manual_seed(0)
+    found = run.task.loss(run.batch(0))["inverse cv"]
+    torch.manual_seed(0)
+    expected = 0.0
+    for out in run.task.model(run.batch(0).tensors[0])[1]:
+        p = out.gates[0].gates
+        s = p.unflatten(0, (8, 17)).sum(1)  # 8 images
+        tokens = (p.mean(-1) / (p.var(-1, unbiased=False) + 0.01)).mean()
+        images = (s.mean(0) / (s.var(0, unbiased=False) + 0.01)).mean()
+        expected += 0.5 * (tokens + images) / 6
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_sparse_vit_trains_dense_gates_then_sparse_gates_then_all():
+    run, _ = blocks_with_experts("sparsified", depth=2, steps=9, distill=2.0, inverse_cv=0.0)
+    gates = [layer.gate for layer in layers_of(run)]
+    stages, trained, losses = [], [], []
+    for step in range(9):
+        run.task.before_step(step)
+        stages.append({gate.stage for gate in gates})
+        trained.append({name for name, each in run.task.model.named_parameters() if each.requires_grad})
+        losses.append(set(run.task.loss(run.batch(0))) - {"loss", "task"})
+    assert stages == [{1}] * 4 + [{2}] * 2 + [{3}] * 3
+    everything = {name for name, _ in run.task.model.named_parameters()}
+    second = {name for name in everything if ".gate.second." in name}
+    assert trained == [everything] * 4 + [second] * 2 + [everything] * 3
+    assert losses == [{"inverse cv"}] * 4 + [{"distill"}] * 2 + [set()] * 3
+
+
+@pytest.mark.parametrize("name", ["vmoe", "competesmoe"])
+def test_thors_losses_are_of_two_passes(name, text):
+    def losses(alpha):
+        if name == "vmoe":
+            run = blocks_with_experts("thor", consistency=alpha)[0]
+        else:
+            recipe = CompeteSMoE(sides=("thor",), consistency=alpha, model_dropout=0.0, **SMALL_GPT)
+            run = Run(recipe, 0, recipe.splits(text))
+        batch, passes = run.batch(0), []
+        run.task.model.register_forward_hook(lambda model, args, out: passes.append(out[0]))
+        torch.manual_seed(2)
+        found = run.task.loss(batch)
+        y = batch.tensors[1] if name == "vmoe" else batch.tensors[0][:, 1:].long()
+        return found, [each.reshape(-1, each.shape[-1]) for each in passes], y.flatten()
+
+    found, (first, second), y = losses(3.0)
+    p, q = first.log_softmax(-1), second.log_softmax(-1)
+    assert not torch.equal(p, q)
+    own = found["task" if name == "vmoe" else "text"]
+    torch.testing.assert_close(own, -p[torch.arange(len(y)), y].mean())
+    torch.testing.assert_close(found["second pass"], -q[torch.arange(len(y)), y].mean())
+    divergence = 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
+    torch.testing.assert_close(found["consistency"], 3 * divergence, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found["loss"], own + found["second pass"] + found["consistency"])
+
+
+SMALL_GPT = {"dim": 16, "hidden": 12, "depth": 2, "heads": 2, "length": 12, "experts": 4, "batch_size": 8}
+
+
+def competing(side, text, **changed):
+    recipe = CompeteSMoE(sides=(side,), **SMALL_GPT | changed)
+    return Run(recipe, 0, recipe.splits(text))
+
+
+def test_the_baselines_of_competesmoe_follow_their_papers(text):
+    gates = {side: layers_of(competing(side, text, steps=40, k=2))[0] for side in CompeteSMoE.SIDES[1:]}
+    switch, stable = gates["switch"].policy, gates["stable"].policy
+    assert (switch.factor, switch.factor_eval, stable.factor) == (1.25, 2.0, 2.0)
+    assert all(gates[side].policy.factor is None for side in gates.keys() - {"switch", "stable"})
+    frozen = {side for side, layer in gates.items() if not any(p.requires_grad for p in layer.gate.parameters())}
+    assert frozen == {"fixed", "dropout", "thor"}
+    assert all(each.requires_grad for layer in gates.values() for each in layer.experts.parameters())
+    run = competing("compete", text, alpha=2.5, rate=0.25)
+    assert [layer.gate.alpha for layer in layers_of(run)] == [2.5, 2.5]
+    rates = [layer.gate.rate.rate for layer in layers_of(run)]
+    assert rates == [0.25, 0.25]
+    assert competing("dense", text, k=3).task.model.blocks.blocks[0].ffn.fc1.out_features == 3 * 12
+    run = competing("smoe", text, balance=0.5, model_dropout=0.0)
+    found = run.task.loss(run.batch(0))
+    (x,) = run.batch(0).tensors
+    outputs = run.task.model(x[:, :-1].long())[1]
+    torch.testing.assert_close(found["balance"], sum(out.losses["balance"] for out in outputs))
+    assert 0.5 * 2 * 0.9 < found["balance"] < 0.5 * 2 * 4  # each layer's loss is 1 if balanced, at most 4
+
+
+def test_schedules_of_competesmoe(text):
+    """The rate rises over a tenth of the steps; k grows from 2 to all experts; StableMoE's second stage then begins."""
+    run = competing("dropout", text, steps=40, experts=8)
+    assert [run.task.schedule(step) for step in (0, 3, 15, 39)] == pytest.approx([1 / 4, 1, 1 / 2, (4 / 40) ** 0.5])
+    chosen = []
+    for step in (0, 10, 20, 39):
+        run.task.before_step(step)
+        chosen.append([layer.gate.k for layer in layers_of(run)])
+    assert chosen == [[2, 2], [4, 4], [5, 5], [8, 8]]
+    run = competing("stable", text, steps=40)
+    stages = []
+    for step in (0, 3, 4, 39):
+        run.task.before_step(step)
+        stages.append({layer.gate.stage for layer in layers_of(run)})
+    assert stages == [{1}, {1}, {2}, {2}]
+
+
+def test_figures_of_movielens_by_hand():
+    """Recomputes every measure of the test rows, in batches of 30, 30 and 20."""
+    points = ratings()
+    recipe = MovieLens(sides=("topk",), experts=4, rows=0, eval_batch=30, lr=0.01, watched_weight=0.75)
+    run = Run(recipe, 0, Splits(points, points.train, points.test))
+    for _ in range(4):
+        run.take_step()
+    found, (*ids, truth, stars) = run.evaluate(), points.test
+    run.task.model.eval()
+    with torch.no_grad():
+        logit, rating = run.task.predict(*ids)
+    p = logit.sigmoid()
+    entropy = -(truth * p.log() + (1 - truth) * (1 - p).log()).mean().item()
+    rated = stars > 0
+    assert 0.2 < rated.float().mean() < 0.8
+    error = (rating - stars)[rated].square().mean().item()
+    right = ((p > 0.5) == (truth == 1)).float().mean().item()
+    assert ((logit > 0.5) == (truth == 1)).float().mean().item() != right
+    assert found["test watched loss"] == pytest.approx(entropy, rel=1e-5)
+    assert found["test rating error"] == pytest.approx(error, rel=1e-5)
+    assert found["test watched accuracy"] == pytest.approx(right)
+    assert found["test loss"] == pytest.approx(0.75 * entropy + 0.25 * error, rel=1e-5)
+    batch = Batch(points.test, None)
+    assert run.task.loss(batch)["task"].item() == pytest.approx(found["test loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["hash", "topk", "comet", "dselect", "softmax"])
+def test_gates_and_searches_of_movielens(gate):
+    points, found = ratings(), {}
+    for plus in ("", "+", "+untrained"):
+        recipe = MovieLens(sides=(gate + plus,), experts=4, rows=0, batch_size=32, search_epochs=2)
+        found[plus] = Run(recipe, 0, Splits(points, points.train, points.test)).task.model.moe
+    assert (found[""].gates[0] is found[""].gates[1]) == (gate == "hash")  # hash: a user has one expert in both tasks
+    assert found[""].search is None
+    for plus in ("+", "+untrained"):
+        search = found[plus].search
+        assert search.steps == 2 * 3  # 80 rows: three batches an epoch
+        assert search.renormalise == (gate != "dselect")
+        assert search.scores.requires_grad == (plus == "+")
+
+
+def moebert(side, text, **changed):
+    small = {"dim": 16, "hidden": 24, "expert_hidden": 8, "share": 5, "depth": 2, "heads": 2, "length": 12}
+    recipe = MoEBERT(
+        sides=(side,), **small | {"steps": 20, "dense_share": 0.3, "batch_size": 8, "windows": 9} | changed
+    )
+    return Run(recipe, 0, recipe.splits(text))
+
+
+@pytest.mark.parametrize("side", MoEBERT.SIDES[1:])
+def test_layers_of_moebert(side, text):
+    """Of 20 steps 6 train the dense model; a search learns in the first half of the other 14."""
+    run = moebert(side, text, experts=4)
+    tokens = run.data.train[0][:, :-1].long().flatten()
+    for layer in layers_of(run):
+        gate = layer.gate
+        assert layer.experts.num_experts == (1 if side == "small" else 4)
+        if side.endswith("+"):
+            assert gate.search.steps == 7
+            assert gate.search.renormalise == (side != "topk+")
+            gate = gate.gate
+        if isinstance(gate, HashGate):
+            assert (gate.frequencies is not None) == (side == "balanced")
+        if side == "balanced":
+            assert gate.frequencies.tolist() == [int((tokens == each).sum()) for each in range(len(gate.frequencies))]
+            loads = gate.table[tokens].bincount(minlength=4)
+            assert loads.max() - loads.min() <= gate.frequencies.max()
+
+
+@pytest.mark.parametrize("side", ["hash", "unguided"])
+def test_the_importance_of_neurons_is_of_the_first_windows(side, text, monkeypatch):
+    seen, rows, values = [], [], []
+    original, fill = recipes.moebert.importance, recipes.moebert.Pair.fill
+
+    def importance(teacher, batches):
+        seen.extend(batches)
+        return original(teacher, seen)
+
+    monkeypatch.setattr(recipes.moebert, "importance", importance)
+    monkeypatch.setattr(recipes.moebert.Pair, "fill", lambda pair, given: values.append(given) or fill(pair, given))
+    run = moebert(side, text, eval_batch=4, model_dropout=0.5)
+    for step in range(8):
+        run.task.before_step(step)
+        rows.append(run.task.model.split)
+    assert rows == [False] * 6 + [True] * 2
+    assert len(values) == 1
+    if side == "unguided":
+        assert seen == []
+        return
+    x, y = (torch.cat(each) for each in zip(*seen, strict=True))
+    assert torch.equal(torch.cat([x, y[:, -1:]], 1), run.data.train[0][:9].long())
+    assert [len(each) for each, _ in seen] == [4, 4, 1]
+    repeated = original(run.task.model.teacher.requires_grad_(True), [(x, y)])  # without dropout
+    torch.testing.assert_close(values[0], repeated, rtol=1e-3, atol=1e-6)
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
@@ -62,6 +298,37 @@ def test_priority_matters_with_two_choices_of_v_moe():
         weights = out.gates[0].weights
         kept.append(weights[:, 0][out.plan.slot_row[:, 0] >= 0].mean())
     assert kept[1] > kept[0]
+
+
+@pytest.mark.parametrize("side", ["vmoe", "e3"])
+def test_figures_of_an_evaluation_weigh_batches_by_their_images(side):
+    """Recomputes the columns from the single batches: 33 images, then 7."""
+    run, _ = blocks_with_experts(side, capacity_eval=0.4, eval_batch=33, experts=8, group=4)
+    with torch.no_grad():
+        run.task.model.embed.project.weight.mul_(20)  # the images then differ in their routing
+    found, model, members = run.evaluate(), run.task.model.eval(), 2 if side == "e3" else 1
+    dropped, varied, loss, right, sizes = [], [], [], [], []
+    for x, y in zip(*(each.split(33) for each in run.data.test), strict=True):
+        with torch.no_grad():
+            logits, outputs = model(x)
+        sizes.append(len(y))
+        dropped.append([(out.plan.slot_row < 0).float().mean().item() for out in outputs])
+        sums = [out.gates[0].gates.unflatten(0, (len(y) * members, -1)).sum(1) for out in outputs]
+        varied.append([(each.var(0, unbiased=False) / (each.mean(0) + 1e-6)).mean().item() for each in sums])
+        probs = logits.softmax(-1).unflatten(0, (-1, members)).mean(1)
+        loss.append(-probs[torch.arange(len(y)), y].log().mean().item())
+        right.append((probs.argmax(-1) == y).float().mean().item())
+    first, last = (sum(each) / 2 for each in dropped)
+    assert abs(first - last) > 0.01
+
+    def whole(values):
+        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+
+    assert sizes == [33, 7]
+    assert found["test dropped"] == pytest.approx(whole([sum(each) / 2 for each in dropped]), rel=1e-5)
+    assert found["test batch variation"] == pytest.approx(whole([sum(each) / 2 for each in varied]), rel=1e-4)
+    assert found["test loss"] == pytest.approx(whole(loss), rel=1e-5)
+    assert found["test accuracy"] == pytest.approx(whole(right))
 
 
 def test_experts_can_be_switched_off_in_evaluation():

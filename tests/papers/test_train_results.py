@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from moe_kernels.papers import data, train
-from moe_kernels.papers.recipes import Splits, comet
-from moe_kernels.papers.train import plotting, report
+from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
+from moe_kernels.papers.train import loop, plotting, report
+from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run, area_under_roc
 from tests.helpers.planted import interrupt
 from tests.helpers.small_sets import blobs
@@ -92,6 +93,130 @@ def test_the_tasks_loss_is_reported_without_added_losses(arguments, tmp_path, ca
     assert "nan" not in printed.partition("side ")[0]
     with (tmp_path / "log.csv").open() as file:
         assert float(list(csv.DictReader(file))[-1]["loss: l1"]) == terms["l1"]
+
+
+def test_a_row_has_the_means_over_the_steps_since_the_row_before(monkeypatch):
+    """At 0.5 seconds a step by a clock that only steps advance."""
+    points, taken = blobs(), []
+    run = Run(
+        comet.Comet(sides=("l1",), width=(8,), l1=0.1, batch_size=16), 0, Splits(points, points.train, points.test)
+    )
+    original = Run.take_step
+
+    def take_step(self):
+        taken.append({name: value.item() for name, value in original(self).items()})
+        return {name: torch.tensor(value) for name, value in taken[-1].items()}
+
+    monkeypatch.setattr(Run, "take_step", take_step)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: 0.5 * len(taken))
+    run.advance(0)
+    run.advance(2)
+    run.advance(5)
+    assert all(math.isnan(run.rows[0][name]) for name in ("loss", "seconds"))
+    for row, terms, steps in zip(run.rows[1:], run.terms[1:], (taken[:2], taken[2:]), strict=True):
+        for name in ("loss", "task"):
+            assert row[name] == pytest.approx(sum(each[name] for each in steps) / len(steps), rel=1e-6)
+        assert terms == {"l1": pytest.approx(sum(each["l1"] for each in steps) / len(steps), rel=1e-6)}
+        assert row["seconds"] == 0.5
+    assert [(row["step"], row["epoch"]) for row in run.rows] == [(0, 0), (2, 2 / 3), (5, 5 / 3)]  # three steps an epoch
+
+
+def test_columns_of_routing_by_hand():
+    """Two layers, which differ in their experts, and two batches, of three and of one sample."""
+    found = loop.RoutingStatistics(torch.device("cpu"))
+    three, one = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]).bool(), torch.tensor([[1, 1, 1]]).bool()
+    half, some = torch.full((3, 2), 0.5), torch.tensor([[0.5, 0.5], [1, 0], [1, 0]])
+    found.add([Routing(three, some), Routing(torch.tensor([[0, 1]] * 3).bool(), half)])
+    assert found.row()["dead experts"] == 1
+    found.add([Routing(one, torch.tensor([[1.0, 0]])), Routing(torch.tensor([[1, 0]]).bool())])
+    # Shares: 1, 1/2, 1/2 in the first layer, 1/4, 3/4 in the second. Only three samples of the second have entropies.
+    assert found.row() == {
+        "experts": pytest.approx((2 + 1) / 2), "least load": 0.25, "most load": 1, "dead experts": 0,
+        "entropy": pytest.approx(4 * math.log(2) / 7), "entropy 1": pytest.approx(math.log(2) / 4),
+        "entropy 2": pytest.approx(math.log(2)),
+    }  # fmt: skip
+    found.add([Routing(torch.zeros(96, 3).bool()), Routing(torch.zeros(96, 2).bool())])
+    assert (found.row()["least load"], found.row()["most load"]) == (0.01, 0.04)
+
+
+def history(side, seed, numbers, **more):
+    """A history whose evaluations have these numbers as metric; their other columns follow from them."""
+    rows = [
+        {"step": 2.0 * i, "test accuracy": x, "loss": 10 * x, "task": 9 * x, "seconds": x / 1000, "experts": 4 * x}
+        for i, x in enumerate(numbers)
+    ]
+    rows = [row | {"least load": 0.1, "most load": 0.5, "dead experts": 7 * row["loss"]} for row in rows]
+    terms = [{"l1": 100 * x} for x in numbers]
+    return report.History(side, seed, 0.1, more.pop("stage", "final"), rows, 2e6, terms=terms, **more)
+
+
+def test_a_summary_by_hand():
+    """Two seeds of one side, the second evaluation chosen; a run that tunes does not count."""
+    runs = [history("a", 0, (1, 2, 6), chosen=1, parameters=5), history("a", 1, (2, 4, 9), chosen=1, parameters=5)]
+    other = history("b", 0, (0.5,), parameters=3)
+    (a, b) = report.summarise([history("a", 0, (99,), stage="tune"), *runs, other], "accuracy")
+    deviation = math.sqrt(2)  # of two numbers that differ by 2
+    assert a.metric == pytest.approx((3, deviation))
+    assert a.curve == pytest.approx((4, deviation))  # means 3 and 5
+    assert a.loss == pytest.approx((27, 9 * deviation))
+    assert a.seconds == 4e-3  # the median of 1, 2, 2, 4, 6, 9 ms, the upper one
+    assert a.regularisers == {"l1": 300}
+    assert a.routing == {"experts": 12, "least load": 0.1, "most load": 0.5, "dead experts": 210}
+    assert (a.side, a.lr, a.flops, a.parameters) == ("a", 0.1, 2e6, 5)
+    assert b.metric[0] == 0.5
+    learned, costs = (each.splitlines() for each in report.tables([a, b], "accuracy").split("\n\n"))
+    cells = [[cell for cell in line.split("  ") if cell.strip()] for line in (*learned, *costs)]
+    texts = [" ".join(" ".join(line).split()) for line in cells]
+    assert "a 0.1 3.0000 ± 1.4142 4.0000 ± 1.4142 27.0000 ± 12.7279 4.00" in texts
+    assert "a 12 0.1 0.5 210 - 5 2.000" in texts
+    assert "Added to the task's loss of a: l1 300." in report.legend([a, b])
+
+
+def test_a_picture_has_the_mean_and_the_range_over_the_seeds(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    runs = [history("a", seed, numbers) for seed, numbers in enumerate(((1, 2, 3), (2, 5, 8), (6, 8)))]
+    report.picture(tmp_path / "plot.png", runs, "accuracy", "all")
+    axis, losses = drawn[0].axes
+    assert axis.lines[0].get_xydata().tolist() == [[0, 3], [2, 5]]  # a run that stopped early ends the line
+    assert losses.lines[0].get_xydata().tolist() == [[0, 27], [2, 45]]
+    corners = {tuple(each) for each in axis.collections[0].get_paths()[0].vertices.tolist()}
+    assert {(0, 1), (0, 6), (2, 2), (2, 8)} == corners
+
+
+def test_tuning_holds_a_tenth_out_and_takes_the_best_last_evaluation(tmp_path):
+    points = blobs(94)
+    recipe = comet.Comet(
+        sides=("standard",), width=(8,), tune=(0.5, 0.1, 0.01), batch_size=11, epochs=2, seed=3, check_steps=0
+    )
+    every = Comparison(recipe, Splits(points, points.train, points.test), 2, 4, None)
+    made, ticks = [], []
+    every.make = lambda *given: made.append(Run(*given)) or made[-1]
+    every.train(lambda: ticks.append(1), lambda line: None)
+    # 47 samples: 5 steps an epoch; 43 without the tenth: 4 steps.
+    assert [run.step for run in made] == [8, 8, 8, 10, 10]
+    assert every.total_steps == len(ticks) == 44
+    assert [[row["step"] for row in run.rows] for run in made] == [[4, 8]] * 3 + [[4, 8, 10]] * 2
+    x, y = points.train
+    for run in made[:3]:
+        parts = [*run.data.train[0], *run.data.test[0]]
+        assert (len(run.data.train[1]), len(run.data.test[1])) == (43, 4)
+        assert sorted(each.tolist() for each in parts) == sorted(x.tolist())
+        row = x.tolist().index(run.data.test[0][0].tolist())
+        assert run.data.test[1][0] == y[row]
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(comet.Comet, 0.2), (comet_sarcos.CometSarcos, 0.1)])
+def test_the_rate_with_the_best_last_evaluation_is_chosen(kind, rate):
+    """For an accuracy the best is the highest, for an error the lowest; NaN is the worst."""
+    points, metric = blobs(), f"test {kind.METRIC}"
+    runs = Comparison(kind(sides=("l1",), width=(8,)), Splits(points, points.train, points.test), 1, 0, None)
+    for lr, first, last in ((0.1, 0.8, 0.2), (0.2, 0.1, 0.6), (0.3, 0.9, 0.4), (0.4, 0.0, math.nan)):
+        rows = [{metric: first}, {metric: last}]
+        runs.done[f"l1 at {lr}"] = report.History("l1", 0, lr, "tune", rows)
+        runs.done[f"other at {lr}"] = report.History("other", 0, lr, "tune", [{metric: 9 * lr}])
+    assert runs._best_rate("l1") == rate
 
 
 def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.papers.models.transformer import Blocks
+from moe_kernels.papers.models.transformer import Blocks, TextModel
 
 
-class GPT(nn.Module):
+class GPT(TextModel):
     """A decoder like GPT-2: learned embeddings of tokens and positions, causal blocks, the token embedding as head.
 
     Input: tokens (B, S), S at most `length`; output: logits (B, S, vocabulary). hidden: None is 4 dim, as in GPT-2.
@@ -37,10 +35,7 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         router_input: str = "layer",
     ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = nn.Parameter(torch.empty(length, dim))
+        super().__init__(vocabulary, length, dim, dropout)
         options: dict[str, Any] = {"activation": activation, "dropout": dropout, "router_input": router_input}
         self.blocks = Blocks(depth, dim, heads, hidden or 4 * dim, p, causal=True, **options)
         for name, parameter in self.named_parameters():
@@ -51,6 +46,4 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if residual else 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.positions[: x.shape[1]]
-        x = self.blocks(F.dropout(x, self.dropout, self.training))
-        return F.linear(x, self.tokens.weight)
+        return self.logits(self.blocks(self.embedded(x)))

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.ensemble import tile
 from moe_kernels.nn.moe import MoE, MoEOutput
-from moe_kernels.papers.models.transformer import Block, FeedForward
+from moe_kernels.papers.models.transformer import Block, FeedForward, TextModel
 from moe_kernels.papers.models.vit import PatchEmbedding
 
 Layer = Callable[[int], MoE | None]
@@ -92,7 +91,7 @@ class MoEBlocks(nn.Module):
         return self.norm(x), outputs
 
 
-class MoEGPT(nn.Module):
+class MoEGPT(TextModel):
     """Tokens (B, S) -> logits (B, S, vocabulary) and the MoEOutput of each layer of experts. Gates get tokens as ids.
 
     Learned embeddings of tokens and positions, ~ N(0, 0.02^2), causal pre-norm blocks, the token embedding as head.
@@ -118,10 +117,7 @@ class MoEGPT(nn.Module):
         dropout: float = 0.0,
         relative: bool = False,
     ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = None if relative else nn.Parameter(torch.empty(length, dim))
+        super().__init__(vocabulary, length, dim, dropout, relative=relative)
         nn.init.normal_(self.tokens.weight, std=0.02)
         if self.positions is not None:
             nn.init.normal_(self.positions, std=0.02)
@@ -134,11 +130,8 @@ class MoEGPT(nn.Module):
 
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
         """states: as in MoEBlocks.forward."""
-        h = self.tokens(x)
-        if self.positions is not None:
-            h = h + self.positions[: x.shape[1]]
-        h, outputs = self.blocks(F.dropout(h, self.dropout, self.training), x, states)
-        return F.linear(h, self.tokens.weight), outputs
+        h, outputs = self.blocks(self.embedded(x), x, states)
+        return self.logits(h), outputs
 
 
 class MoEViT(nn.Module):

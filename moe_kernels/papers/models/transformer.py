@@ -132,6 +132,30 @@ class Blocks(nn.Module):
         return self.norm(x)
 
 
+class TextModel(nn.Module):
+    """What the GPTs share: learned embeddings of tokens and positions before the blocks, the token embedding as head.
+
+    relative: no position embeddings; the blocks then have relative positions.
+    """
+
+    def __init__(self, vocabulary: int, length: int, dim: int, dropout: float, *, relative: bool = False) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = None if relative else nn.Parameter(torch.empty(length, dim))
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Tokens (B, S) -> the input of the blocks (B, S, D)."""
+        h = self.tokens(x)
+        if self.positions is not None:
+            h = h + self.positions[: x.shape[1]]
+        return F.dropout(h, self.dropout, self.training)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """The output of the blocks (B, S, D) -> (B, S, vocabulary)."""
+        return F.linear(h, self.tokens.weight)
+
+
 @contextmanager
 def record_masks(model: nn.Module) -> Iterator[list[Tensor]]:
     """Yields a list; in the `with` block every call of a CometFFN in `model` appends its mask, bool (..., H)."""

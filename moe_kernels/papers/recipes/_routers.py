@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.papers.recipes import Routing
 
@@ -49,6 +51,14 @@ def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
         for name, loss in out.losses.items():
             found[name] = found[name] + loss if name in found else loss
     return found
+
+
+def second_pass(logits: Tensor, again: Tensor, y: Tensor, alpha: float) -> dict[str, Tensor]:
+    """THOR's further losses, by name: of a second pass, and alpha times the divergence of the logits of both passes.
+
+    logits, again: (B, classes) of the first and the second pass. y: targets (B,).
+    """
+    return {"second pass": F.cross_entropy(again, y), "consistency": alpha * symmetric_kl(logits, again)}
 
 
 def modules_of(model: nn.Module, kind: type[Part]) -> list[Part]:

@@ -27,12 +27,11 @@ from moe_kernels.nn.gates import (
     TopKGate,
     XMoEGate,
 )
-from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.papers.models.moe import MoEGPT
 from moe_kernels.papers.recipes import Batch, Evaluation, Splits, Task, option, total_loss
-from moe_kernels.papers.recipes._routers import forward_with_routing, modules_of, regularisers
+from moe_kernels.papers.recipes._routers import forward_with_routing, modules_of, regularisers, second_pass
 from moe_kernels.papers.recipes._text import TextRecipe, bits, characters
 
 SIDES = ("dense", "smoe", "fixed", "dropout", "switch", "xmoe", "stable", "hyper", "thor", "compete")
@@ -121,10 +120,8 @@ class CompeteSMoE(TextRecipe):
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten())
             if side != "thor":
                 return total_loss(text, regularisers(outputs), "text")
-            again, _ = model(x)
-            second = F.cross_entropy(again.flatten(0, 1), y.flatten())
-            divergence = symmetric_kl(logits.flatten(0, 1), again.flatten(0, 1))
-            return total_loss(text, {"second pass": second, "consistency": self.consistency * divergence}, "text")
+            first, again = (each.flatten(0, 1) for each in (logits, model(x)[0]))
+            return total_loss(text, second_pass(first, again, y.flatten(), self.consistency), "text")
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = characters(batch)

@@ -22,7 +22,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,20 @@ from moe_kernels.papers.recipes._text import IGNORED, TextRecipe, bits, characte
 
 GATES = ("hash", "topk", "comet")
 MASKED = 0.15  # share of a window's tokens, without [CLS] and [SEP], that is masked, as in BERT
+
+
+class Start(NamedTuple):
+    """What a run starts from: a small GPT without training, or a checkpoint of BERT.
+
+    teacher: the dense model, as in Pair. counts: occurrences of each token in the training text.
+    with_experts: from layer(index) to a student with these layers of experts.
+    read: from (batch, fixed) to inputs and targets (B, S); if fixed, every call masks the same tokens.
+    """
+
+    teacher: Any
+    counts: Tensor
+    with_experts: Callable[[Callable[[int], MoE]], Any]
+    read: Callable[[Batch, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -113,13 +127,8 @@ class MoEBERT(TextRecipe):
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         windows, split_at = data.train[0], int(self.dense_share * steps)
-        if self.bert:
-            bert = _bert()
-            teacher, mask = bert.load(self.bert), bert.load_tokenizer(self.bert).mask_token_id
-            counts = windows.flatten().bincount(minlength=teacher.vocabulary)
-        else:
-            counts, mask = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary)), -1
-            teacher = self._model(len(counts), lambda index: None)
+        start = (self._checkpoint if self.bert else self._small_gpt)(data)
+        teacher = start.teacher
         fc1, _, activation = teacher.feed_forwards()[0]
         limit = min(fc1.out_features, self.expert_hidden)
         if self.share > limit:  # checked now, since the split comes only after the steps of the dense model
@@ -128,15 +137,13 @@ class MoEBERT(TextRecipe):
             )
 
         def layer(index: int) -> MoE:
-            return self._layer(fc1.in_features, activation, counts, steps - split_at)
+            return self._layer(fc1.in_features, activation, start.counts, steps - split_at)
 
-        student = None
-        if self.side != "dense":
-            student = teacher.with_experts(layer) if self.bert else self._model(len(counts), layer)
+        student = None if self.side == "dense" else start.with_experts(layer)
         pair = Pair(teacher, student, self.share).to(windows.device)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
-            x, y = self._read(batch, mask, fixed=False)
+            x, y = start.read(batch, False)
             states: list[Tensor] = []
             logits, outputs = pair(x, states)
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
@@ -149,7 +156,7 @@ class MoEBERT(TextRecipe):
             return total_loss(text, regularisers(outputs) | {"distilled": self.distill * distilled}, "text")
 
         def evaluate(batch: Batch) -> Evaluation:
-            x, y = self._read(batch, mask, fixed=True)
+            x, y = start.read(batch, True)
             logits, _, routing = forward_with_routing(pair, x)
             return Evaluation(bits(logits, y), routing)
 
@@ -158,7 +165,7 @@ class MoEBERT(TextRecipe):
             if self.side == "unguided":
                 return [torch.rand(each.out_features, device=windows.device) for each, _, _ in teacher.feed_forwards()]
             parts = zip(*(each[: self.windows].split(self.eval_batch) for each in data.train), strict=True)
-            return importance(teacher, (self._read(Batch(each, None), mask, fixed=True) for each in parts))
+            return importance(teacher, (start.read(Batch(each, None), True) for each in parts))
 
         def before_step(step: int) -> None:
             if student is None or step < split_at:
@@ -178,12 +185,26 @@ class MoEBERT(TextRecipe):
             clip=1.0,
         )
 
-    def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, S). With --bert: mask is the id of [MASK]; fixed: mask the same tokens every time."""
-        if not self.bert:
-            return characters(batch)
-        tokens, draw = batch.tensors
-        return masked(tokens.long(), draw if fixed else torch.rand_like(draw), mask)
+    def _small_gpt(self, data: Splits) -> Start:
+        counts = data.train[0][:, :-1].flatten().bincount(minlength=len(data.source.vocabulary))
+
+        def model(layer: Callable[[int], MoE | None]) -> MoEGPT:
+            sizes = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "hidden": self.hidden}
+            options: dict[str, Any] = {"activation": "gelu", "dropout": self.model_dropout, **sizes}
+            return MoEGPT(len(counts), self.length, layer, **options)
+
+        return Start(model(lambda index: None), counts, model, lambda batch, fixed: characters(batch))
+
+    def _checkpoint(self, data: Splits) -> Start:
+        bert = _bert()
+        teacher, mask = bert.load(self.bert), bert.load_tokenizer(self.bert).mask_token_id
+
+        def read(batch: Batch, fixed: bool) -> tuple[Tensor, Tensor]:
+            tokens, draw = batch.tensors
+            return masked(tokens.long(), draw if fixed else torch.rand_like(draw), mask)
+
+        counts = data.train[0].flatten().bincount(minlength=teacher.vocabulary)
+        return Start(teacher, counts, teacher.with_experts, read)
 
     def _tokens(self, data: Text, part: str) -> tuple[Tensor, Tensor]:
         """Windows int32 (n, length) of a part of the text, and numbers (n, length - 2) that choose masked tokens."""
@@ -192,19 +213,6 @@ class MoEBERT(TextRecipe):
         windows = _bert().token_windows(self.bert, text, self.length)
         draw = torch.rand(len(windows), self.length - 2, generator=torch.Generator().manual_seed(0))
         return windows.to(found.device), draw.to(found.device)
-
-    def _model(self, vocabulary: int, layer: Callable[[int], MoE | None]) -> MoEGPT:
-        return MoEGPT(
-            vocabulary,
-            self.length,
-            layer,
-            dim=self.dim,
-            depth=self.depth,
-            heads=self.heads,
-            hidden=self.hidden,
-            activation="gelu",
-            dropout=self.model_dropout,
-        )
 
     def _layer(self, dim: int, activation: str, counts: Tensor, steps: int) -> MoE:
         """A layer of the student. steps: the student's training steps. counts: occurrences of each training token."""

@@ -22,12 +22,12 @@ from moe_kernels.nn import schedules
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates import EnsembleGate, RandomGate, SoftmaxGate, StagedGate, TopKGate
 from moe_kernels.nn.gates.ensemble import ensemble_log_probs
-from moe_kernels.nn.losses import batch_inverse_cv, batch_variation, inverse_cv, symmetric_kl
+from moe_kernels.nn.losses import batch_inverse_cv, batch_variation, inverse_cv
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
 from moe_kernels.papers.models.moe import MoEViT
 from moe_kernels.papers.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
-from moe_kernels.papers.recipes._routers import experts_off, forward_with_routing, modules_of, regularisers
+from moe_kernels.papers.recipes._routers import experts_off, forward_with_routing, modules_of, regularisers, second_pass
 
 PAPER_002 = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
 PAPER_003 = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
@@ -90,9 +90,7 @@ class VMoE(Recipe):
                 by_layer = torch.stack([_inverse_cvs(gates) for gates in _gates(outputs, len(x))])
                 extra["inverse cv"] = self.inverse_cv * by_layer.mean()
             if side == "thor":
-                again, _ = model(x)
-                extra["second pass"] = F.cross_entropy(again, y)
-                extra["consistency"] = self.consistency * symmetric_kl(logits, again)
+                extra |= second_pass(logits, model(x)[0], y, self.consistency)
             return total_loss(task, extra)
 
         def predict(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from bench import exchange
@@ -13,6 +14,8 @@ from bench.exchange_model import exchange_bytes, norm_bytes
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel
 from tests.helpers.ranks.exact import D, E, H, T, group, mesh_of_all, mlp, tokens
+
+OUT = 7  # length of an output, unlike that of a row
 
 
 def _traffic(layer: mnn.MoE, x: Tensor) -> tuple[TrafficCounter, TrafficCounter]:
@@ -25,13 +28,13 @@ def _traffic(layer: mnn.MoE, x: Tensor) -> tuple[TrafficCounter, TrafficCounter]
 
 def uneven() -> None:
     x = tokens().chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
-    layer = mlp()(mnn.TokenChoice(1.25))
+    layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H, OUT), mnn.TokenChoice(1.25))
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
     forward, backward = _traffic(layer, x)
     kept = layer.policy(layer.gate(x), True)[0].kept
     kept_by_rank = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
     dist.all_gather(kept_by_rank, kept)
-    expected = exchange_bytes(torch.stack(kept_by_rank).unflatten(1, (dist.get_world_size(), -1)).sum(-1), D, D, 4, E)
+    expected = exchange_bytes(torch.stack(kept_by_rank).unflatten(1, (dist.get_world_size(), -1)).sum(-1), D, OUT, 4, E)
     assert forward.sent == expected.sent_forward[dist.get_rank()], (forward.sent, expected)
     assert backward.sent == expected.sent_backward[dist.get_rank()], (backward.sent, expected)
     assert (forward.calls, backward.calls) == (3, 2)
@@ -57,6 +60,17 @@ def norms() -> None:
     with TrafficCounter() as moved:
         experts.norms(x)
     assert moved.sent == norm_bytes(dist.get_world_size(), len(x), D, E, 4)
+
+
+def counter() -> None:
+    """A rank sends its part of an all-gather to n - 1 ranks, and n - 1 of n parts of a reduce-scatter."""
+    mesh, n = mesh_of_all()["ep"], dist.get_world_size()
+    with TrafficCounter() as gathered:
+        DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
+    assert (gathered.sent, gathered.calls) == (3 * 4 * 4 * (n - 1), 1)
+    with TrafficCounter() as scattered:
+        DTensor.from_local(torch.ones(3 * n, 4), mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+    assert (scattered.sent, scattered.calls) == (3 * 4 * 4 * (n - 1), 1)
 
 
 def contenders() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_, data_parallel
-from tests.helpers.ranks.exact import Model, T, full, group, mean_square, mlp, tokens, unfused
+from tests.helpers.ranks.exact import E, Model, T, full, group, mean_square, mlp, tokens, unfused
 
 MAX_NORM = 0.5
 
@@ -145,12 +145,20 @@ def narrow_fsdp() -> None:
 
 
 def norm_of_one_process(kind: str) -> None:
+    """Also if an expert has the largest gradients: then only the ranks that own this expert see the largest one."""
     mesh = mesh_of("2")
-    for p in (2.0, 1.0, float("inf")):
+    for p, largest in ((2.0, None), (1.0, None), (float("inf"), None), (float("inf"), 0), (float("inf"), E - 1)):
         one = one_model(dist.get_world_size())
         mean_square(one(tokens())).backward()
         model, wrapped = WRAPPED[kind](mesh)
         mean_square(wrapped(own_tokens())).backward()
+        if largest is not None:
+            for a, b in zip(model.layer.experts.parameters(), one.layer.experts.parameters(), strict=True):
+                b.grad[largest] *= 1000
+                own = a.grad.to_local()
+                first = mesh["ep"].get_local_rank() * (E // 2)
+                first += mesh["dp"].get_local_rank() * len(own) if kind == "fsdp" else 0
+                own[torch.arange(first, first + len(own)) == largest] *= 1000
         expected = torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM, p)
         assert expected > MAX_NORM
         found = clip_grad_norm_(model, MAX_NORM, p)
