@@ -1,4 +1,4 @@
-"""The studies of paper 000 (similarity, utilisation) and of paper 001 (permutation, search), on small data."""
+"""Studies of COMET fixed routing (similarity, utilisation) and of COMET trees (permutation, search), on small data."""
 
 from __future__ import annotations
 
