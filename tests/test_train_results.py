@@ -14,7 +14,7 @@ from test_train import small_arguments  # noqa: F401 a fixture
 
 from moe_kernels.papers import data, train
 from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
-from moe_kernels.papers.train import loop, plotting, report
+from moe_kernels.papers.train import loop, plotting, report, sweeps
 from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run, area_under_roc
 
@@ -35,6 +35,30 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert "dead neurons" in printed
     assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
+
+
+def test_a_swept_options_table_and_picture_have_mean_and_spread(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    recipe = comet.Comet(sides=("comet", "l1"), width=(8,), keep=(0.01, 0.5))
+    runs = [
+        history(f"{side} keep={keep:g}", seed, (shift + keep + seed,))
+        for side, shift in (("comet", 1), ("l1", 3))
+        for keep in recipe.keep
+        for seed in (0, 1)
+    ]
+    summaries = report.summarise(runs, "accuracy")
+    lines = [" ".join(line.split()) for line in sweeps.pivot(recipe, summaries).splitlines()]
+    assert "accuracy by keep 0.01 0.5" in lines
+    assert "comet 1.5100 ± 0.7071 2.0000 ± 0.7071" in lines
+    assert "l1 3.5100 ± 0.7071 4.0000 ± 0.7071" in lines
+    assert sweeps.sweep_picture(tmp_path / "sweep.png", recipe, summaries, "all")
+    (axis,) = drawn[0].axes
+    assert axis.get_xscale() == "log"
+    drawn_points = [point for line in axis.lines for point in line.get_xydata().flatten().tolist()]
+    assert drawn_points == pytest.approx([0.01, 1.51, 0.5, 2.0, 0.01, 3.51, 0.5, 4.0])
+    assert not sweeps.sweep_picture(tmp_path / "sweep.png", comet.Comet(sides=("l1",)), summaries, "all")
 
 
 def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch, capsys):
