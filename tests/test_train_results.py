@@ -14,7 +14,7 @@ from test_train import small_arguments  # noqa: F401 a fixture
 
 from moe_kernels.papers import data, train
 from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
-from moe_kernels.papers.train import loop, plotting, report, sweeps
+from moe_kernels.papers.train import agreement, loop, plotting, report, sweeps
 from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run, area_under_roc
 
@@ -252,6 +252,30 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     assert found["standard"][0] == found["standard"][1]
     assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # 3 * 24 for k-winner-take-all
     assert "with kept masks" in capsys.readouterr().out
+
+
+def test_errors_of_a_checked_step_by_hand():
+    """One element of the routing, the loss and one of four gradients differ; a repetition excuses twice its changes."""
+
+    def record(used, loss, gradient):
+        gradients = [torch.tensor([8.0, 0.0, 1.0, gradient]), None, torch.empty(0)]
+        return agreement.StepRecord([torch.tensor(used)], torch.tensor(loss), gradients)
+
+    allowed = agreement.Jumps(record([True, False, True], 2.0, -1.0))
+    got = record([True, True, True], 2.5, -2.0)
+    step = allowed.compare(3, got)
+    assert (step.step, step.wrong_masks, step.repeated, step.passed) == (3, 1, 0, False)
+    assert (step.loss, step.reference_loss, step.loss_error, step.gradient_error) == (2.5, 2.0, 0.25, 1 / 8)
+    allowed.widen(record([False, False, True], 1.9, -0.75))
+    step = allowed.compare(3, got)
+    assert (step.wrong_masks, step.repeated) == (1, 1)
+    assert (step.loss_error, step.gradient_error) == pytest.approx(((0.5 - 0.2) / 2, 0.5 / 8))
+    allowed.widen(record([True, True, True], 2.25, -1.5))
+    assert allowed.compare(3, got).passed
+    assert not allowed.compare(3, record([True, True, True], math.nan, -1.0)).passed
+    assert not allowed.compare(3, record([True, True, True], 2.0, math.nan)).passed
+    missing = agreement.StepRecord(got.routing, got.loss, [got.gradients[0], torch.ones(1), got.gradients[2]])
+    assert allowed.compare(3, missing).gradient_error == math.inf
 
 
 def test_area_under_roc_counts_pairs():
