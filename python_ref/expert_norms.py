@@ -1,6 +1,6 @@
 """The norm of every expert's output for every token, by definition: all (T, E, Dout) outputs, then their norms.
 
-In some training steps paper 004 (CompeteSMoE) routes every token to the experts with the largest norms.
+In some training steps CompeteSMoE routes every token to the experts with the largest norms.
 """
 
 import torch

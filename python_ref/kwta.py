@@ -1,7 +1,7 @@
 """k-winner-take-all, by definition: sort every row, keep its k largest values.
 
-Paper 000 (COMET with a frozen routing network), eqs. 3 to 8: the winners among the pre-activations of the routing
-network mask these pre-activations and the activations of the trained network.
+COMET fixed routing, eqs. 3 to 8: the winners among the pre-activations of the routing network mask these
+pre-activations and the activations of the trained network.
 """
 
 import torch

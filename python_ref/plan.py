@@ -1,8 +1,8 @@
 """Routing plans, by definition: requests are sorted by expert, stably; each expert keeps its first `capacity` requests.
 
-A request is a choice of a token that names an expert. `make_plan` is the routing of GShard, Switch and V-MoE (paper
-003); with a priority it is V-MoE's Batch Prioritized Routing. `plan_expert_choice` and `plan_priority` are routings of
-paper 002 (sparse ViT).
+A request is a choice of a token that names an expert. `make_plan` is the routing of GShard, Switch and V-MoE; with a
+priority it is V-MoE's Batch Prioritized Routing. `plan_expert_choice` and `plan_priority` are routings of the sparse
+ViT.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Sinkhorn's iteration, by definition: normalises rows, then columns, in logarithms and float64.
 
-Paper 001 (COMET with trees and local search), eqs. 7 and 8. At small tau exp(scores / tau) overflows, hence logarithms.
+COMET trees, eqs. 7 and 8. At small tau exp(scores / tau) overflows, hence logarithms.
 If scores / tau is near 1e7, neighbouring float32 numbers differ by 1, hence float64.
 """
 

@@ -1,7 +1,7 @@
 """The top-k gate, by definition: sort every row of logits, keep the first k, softmax before or after.
 
-"topk_softmax" is the gate of CompeteSMoE (paper 004) and of the Top-k baseline of paper 001; "softmax_topk" is the gate
-of V-MoE (paper 003) and of the sparse ViT (paper 002).
+"topk_softmax" is the gate of CompeteSMoE and of the Top-k baseline of COMET trees; "softmax_topk" is the gate of V-MoE
+and of the sparse ViT.
 """
 
 import torch

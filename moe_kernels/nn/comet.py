@@ -1,4 +1,4 @@
-"""COMET: a frozen random network chooses, for every input, the active neurons of a backbone MLP (paper 000).
+"""COMET fixed routing: a frozen random network chooses, for every input, the active neurons of a backbone MLP.
 
     c_l = V_l z_{l-1},  m_l = C_k(c_l),  z_l = m_l * c_l,  z_0 = x_0          routing, eqs. 4 to 6 with g the identity
     a_l = W_l x_{l-1} + b_l,  x_l = m_l * f(a_l)                              backbone, eqs. 7 and 8; l = 1 .. L-1
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FixedRouting(nn.Module):
     """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the active neurons of every hidden layer, as bits.
 
-        c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
+        c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0   (COMET fixed routing, eqs. 4 to 6; g the identity)
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
     C_k(c) is 1 for the k largest elements of c, else 0. V_l (N_l, N_{l-1}) is the buffer `weight_l`; state dicts hold
@@ -120,7 +120,7 @@ class FixedRouting(nn.Module):
 class MaskedLinear(nn.Linear):
     """A linear layer in which the k neurons with the highest scores c are active; the others have the value +0.
 
-        x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
+        x_l = C_k(c) * f(W x_{l-1} + b)                              (COMET fixed routing, eqs. 7 and 8)
 
     C_k(c) is 1 for the k largest elements of c, else 0. W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)).
     The scores get no gradient. The gradient of an inactive neuron's pre-activation W x_{l-1} + b is zero, except where
@@ -192,7 +192,7 @@ class MaskedLinear(nn.Linear):
 
 
 class CometFFN(nn.Module):
-    """A transformer's feed-forward layer with COMET's mask over its hidden neurons (paper 000, section 4.2.2).
+    """A transformer's feed-forward layer with a mask over its hidden neurons (COMET fixed routing, section 4.2.2).
 
         c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
 
@@ -262,7 +262,7 @@ class CometFFN(nn.Module):
 
 
 class CometMLP(nn.Module):
-    """The MLP of paper 000: L linear layers. A FixedRouting masks the L-1 hidden ones; the output is never masked.
+    """The MLP of COMET fixed routing: L linear layers. A FixedRouting masks the L-1 hidden ones, and never the output.
 
     p = 1 is the dense MLP: the routing does not run. Its weights V are still drawn and saved, so that a state dict fits
     every p and a generator gives the same weights at every p.
@@ -367,7 +367,7 @@ def _rows_of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list
 
 
 def _draw(weight: Tensor, n_in: int, generator: torch.Generator | None) -> None:
-    """Draws W, b or V in place from U(-1/sqrt(n_in), 1/sqrt(n_in)), as paper 000 and torch.nn.Linear do."""
+    """Draws W, b or V in place from U(-1/sqrt(n_in), 1/sqrt(n_in)), as COMET fixed routing and torch.nn.Linear do."""
     bound = 1 / sqrt(n_in)
     weight.uniform_(-bound, bound, generator=generator)
 

@@ -90,7 +90,7 @@ class Experts(nn.Module):
 
 
 class ExpertLayer(Experts):
-    """Experts of one linear layer: dropout(act(x W_e + b_e)). Paper 001 uses ReLU and dropout 0.5 for MovieLens.
+    """Experts of one linear layer: dropout(act(x W_e + b_e)). COMET trees has ReLU and dropout 0.5 for MovieLens.
 
     Args:
         num_experts, dim, out: E, D, Dout.

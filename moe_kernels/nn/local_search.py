@@ -1,4 +1,4 @@
-"""The local search of paper 001 (tree COMET): a permutation of the experts, learned with the gate and then frozen.
+"""The local search of COMET trees: a permutation of the experts, learned with the gate and then frozen.
 
     S = sinkhorn(U, R, tau)                            (eqs. 7 and 8; U is learned; R iterations at temperature tau)
     g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
@@ -77,7 +77,7 @@ class LocalSearch(KeepsFloat32):
         ValueError, TypeError: an argument out of range or of another type; in forward, gates of another shape.
         ImportError: scipy is missing, which linear assignment needs: pip install moe_kernels[assignment].
 
-    Source: paper 001, section 4, and the published code (schedule, entropies, direction).
+    Source: COMET trees, section 4, and the published code (schedule, entropies, direction).
 
     Example:
         >>> search = LocalSearch(4, steps=10)

@@ -136,9 +136,9 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
     Args:
         probs: (T, E), rows that sum to one.
-        eps: a uniform gate has the loss 1 / (E eps). Paper 002 gives no value of eps.
+        eps: a uniform gate has the loss 1 / (E eps). The sparse ViT gives no value of eps.
 
-    Gradient: to probs. Source: paper 002, section 3.2, token-wise inverse coefficient of variance (mu over var).
+    Gradient: to probs. Source: the sparse ViT, section 3.2, token-wise inverse coefficient of variance (mu over var).
 
     Example:
         >>> inverse_cv(torch.tensor([[0.5, 0.5]])), inverse_cv(torch.tensor([[1.0, 0.0]]))
@@ -158,8 +158,8 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
 
-    Gradient: to probs. Source: paper 002, section 3.2, batch-wise inverse coefficient of variance. The paper sums over
-    a whole batch; one number for each expert has no variance, so here the sums are taken image by image.
+    Gradient: to probs. Source: the sparse ViT, section 3.2, batch-wise inverse coefficient of variance. The paper sums
+    over a whole batch; one number for each expert has no variance, so here the sums are taken image by image.
 
     Example:
         >>> alike, apart = torch.full((2, 1, 2), 0.5), torch.eye(2)[:, None]
@@ -173,7 +173,7 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
     """mean over e of var_b(s_be) / (mu_b(s_be) + eps), with s as in `batch_inverse_cv`. probs (B, S, E).
 
-    Source: paper 002, section 3.3, "batch-wise variation".
+    Source: the sparse ViT, section 3.3, "batch-wise variation".
 
     Example:
         >>> batch_variation(torch.eye(2)[:, None])
@@ -190,7 +190,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
         routed: (weights (T, K), experts (T, K)), topk_gate of the router's logits s_R.
         winners: the same for s_C, the norms of the experts' outputs; a constant.
 
-    Gradient: to the weights in `routed`. Source: paper 004, eq. 3; the mean is over T * E, as in nn.MSELoss.
+    Gradient: to the weights in `routed`. Source: CompeteSMoE, eq. 3; the mean is over T * E, as in nn.MSELoss.
 
     Example:
         >>> routed, winners = (torch.ones(1, 1), torch.tensor([[0]])), (torch.ones(1, 1), torch.tensor([[1]]))
@@ -204,7 +204,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
 def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
     """mean over rows of 1/2 sum (p - q)(log p - log q), p and q the softmax of logits and others (..., classes).
 
-    Gradient: to both. Source: THOR's consistency loss CR (paper 003); MoEBERT's distillation of predictions.
+    Gradient: to both. Source: THOR's consistency loss CR; MoEBERT's distillation of predictions.
 
     Example:
         >>> symmetric_kl(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
@@ -220,7 +220,7 @@ def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
     Args:
         leaf_probs: (T, K, E) of tree_gate.
 
-    Gradient: to leaf_probs. Source: paper 001, section 3.3, with the eps of the published code.
+    Gradient: to leaf_probs. Source: COMET trees, section 3.3, with the eps of the published code.
 
     Example:
         >>> tree_entropy(torch.tensor([[[0.5, 0.5]]]))  # log 2

@@ -2,14 +2,16 @@
 
     y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
-Gates, policies and options of the papers 001 (tree COMET), 002 (sparse ViT), 003 (V-MoE, E^3, THOR), 004 (CompeteSMoE):
+Gates, policies and options of the papers (docs/guide/results.md has their titles):
 
-001  SoftmaxGate, DSelectKGate or TreeGate with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
-002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
-003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
-     8 images); EnsembleGate; RandomGate
-004  CompetitionGate; TopKGate, also frozen or with a growing k; XMoEGate; StableGate; HyperRouterGate; Switch's router,
-     which is TopKGate(k=1, order="softmax_topk", balance=0.01)
+COMET trees  SoftmaxGate, DSelectKGate or TreeGate with NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for
+             several tasks
+sparse ViT   SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1;
+             ManualGate
+V-MoE        TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4,
+             group=tokens of 8 images); E^3: EnsembleGate; THOR: RandomGate
+CompeteSMoE  CompetitionGate; TopKGate, also frozen or with a growing k; XMoEGate; StableGate; HyperRouterGate; Switch's
+             router, which is TopKGate(k=1, order="softmax_topk", balance=0.01)
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ class MoE(OutputModule):
         gate: a Gate with as many experts as `experts` has.
         experts: ExpertMLP or ExpertLayer.
         policy: one of nn.policies, or another callable with their interface; None: TokenChoice(), which drops nothing.
-        expert_dropout: probability that training sets an expert's weight to zero for a sample (0.1 in paper 002); the
-            remaining weights are neither renormalised nor scaled. A sample is an entry of x's first dimension.
+        expert_dropout: probability that training sets an expert's weight to zero for a sample (0.1 in the sparse ViT);
+            the remaining weights are neither renormalised nor scaled. A sample is an entry of x's first dimension.
         pass_through: whether (1 - sum of the kept weights) x is added to y, so that y = x for a token without an
             expert; needs Dout = D. StableMoE adds this term to experts that contain a residual.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
@@ -171,12 +173,12 @@ class MultiGateMoE(OutputModule):
     Args:
         gates: one for each task, all over the same experts; a gate given for several tasks runs once.
         experts: ExpertMLP or ExpertLayer.
-        search: the permutation that all tasks share, the "+" of COMET+ (paper 001), or None.
+        search: the permutation that all tasks share, the "+" of COMET+ (COMET trees), or None.
 
     Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
     statistics of gates are named "task0.name"; losses of a gate of several tasks have the name of its first task. In
     training a search adds the loss "permutation". The statistic "task0.gates" (T, E) is the weights after the search.
-    Autocast: as in MoE. Source: paper 001, section 5.1; Ma et al. 2018.
+    Autocast: as in MoE. Source: COMET trees, section 5.1; Ma et al. 2018.
 
     Example:
         >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))

@@ -223,10 +223,10 @@ class GlobalPolicy:
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
-    Use it for expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002), or for a capacity
-    that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements of each from a rank;
-    then every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested` and
-    `dropped` count the requests of all ranks.
+    Use it for expert choice or priority routing over the global batch (Zhou et al. 2022; the sparse ViT), or for a
+    capacity that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements of each from a
+    rank; then every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested`
+    and `dropped` count the requests of all ranks.
 
     Gradients flow only to the weights of this rank's tokens, since a token's weight depends on its own logits only and
     the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process orders them otherwise

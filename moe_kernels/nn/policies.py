@@ -30,7 +30,7 @@ class TokenChoice:
             every request is dropped.
         factor_eval: the factor in evaluation; None: nothing is dropped; "as trained": `factor`.
         priority: None visits tokens by position. "max" and "sum" visit them in descending order of their largest or
-            summed gate weight: Batch Prioritized Routing (V-MoE, paper 003).
+            summed gate weight: Batch Prioritized Routing (V-MoE).
         order: "choice" visits the first choices of all tokens, then the second ones; "token" all choices of a token at
             a time. None is "choice" with a capacity, else "token".
         multiple_of: the capacity is rounded up to a multiple of this number; 4 in V-MoE's public code.
@@ -86,7 +86,7 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class NonzeroWeights:
-    """A token goes to the experts whose weight is not exactly 0: dense-to-sparse training (paper 001, tree COMET).
+    """A token goes to the experts whose weight is not exactly 0: dense-to-sparse training (COMET trees).
 
     For gates that at first give every expert a weight and later give most experts 0, such as TreeGate.
 
@@ -114,7 +114,7 @@ class ExpertChoice:
         group: n, the number of consecutive tokens among which an expert chooses, such as those of an image; divides T.
             None: all T tokens are one group.
 
-    Source: Zhou et al. 2022; paper 002 (sparse ViT), section 4.
+    Source: Zhou et al. 2022; the sparse ViT, section 4.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
@@ -168,7 +168,7 @@ class ExpertChoice:
 class PriorityRouting:
     """Visits (token, expert) pairs in descending gate weight; assigns one if the token is free and the expert has room.
 
-    See plan_priority. Source: paper 002 (sparse ViT), section 4.
+    See plan_priority. Source: the sparse ViT, section 4.
 
     Args:
         factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. If factor >= 1, no token is dropped; if

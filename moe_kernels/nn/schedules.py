@@ -72,7 +72,7 @@ def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
 
 
 def falling_rate(step: int, period: int = 1000) -> float:
-    """2 / (2 + sqrt(i + 1)), i = step // period: a `rate` for CompetitionGate, from paper 004's published code.
+    """2 / (2 + sqrt(i + 1)), i = step // period: a `rate` for CompetitionGate, from CompeteSMoE's published code.
 
     Example:
         >>> [round(schedules.falling_rate(step), 3) for step in (0, 1000, 8000)]
@@ -82,7 +82,7 @@ def falling_rate(step: int, period: int = 1000) -> float:
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """Freezes the module's parameters and returns the module. SMoE-Fixed (a baseline of paper 004) has a frozen router.
+    """Freezes the module's parameters and returns the module. CompeteSMoE's baseline SMoE-Fixed has a frozen router.
 
     Example:
         >>> any(each.requires_grad for each in schedules.freeze(TopKGate(16, 4, 2)).parameters())
@@ -94,7 +94,7 @@ def freeze(module: nn.Module) -> nn.Module:
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
     """Freezes all parameters except those of gates; of a StagedGate only the second trains. Returns the trained ones.
 
-    In stage two of the sparse ViT (paper 002) only the second gates, which are sparse, train.
+    In stage two of the sparse ViT only the second gates, which are sparse, train.
 
     Example:
         >>> layer = MoE(SoftmaxGate(16, 4), ExpertMLP(4, 16, 32))

@@ -1,4 +1,4 @@
-"""How often every neuron of a masked network is active (paper 000, COMET, section 4.1.2)."""
+"""How often every neuron of a masked network is active (COMET fixed routing, section 4.1.2)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import compare, document, ledger, merging, report, summary
+from bench import compare, document, ledger, merging, plot, report, summary
 from bench.console import console, print_lines, print_table
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
@@ -256,6 +256,54 @@ def test_document_marks_stale_figures_and_has_several_devices(tree: Path) -> Non
     assert "**Stale**, because their sources changed since they ran: kwta cuda." in text
     assert "| kwta (stale) | cuda |" in text
     assert "| kwta | cpu |" in text
+
+
+def test_pictures_of_a_run_show_its_figures(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    (first,) = result["entries"][0]["figures"]
+    moving = first | {"op": "dispatch", "flops": 0, "gb_per_s": 70.0, "peers": {PEER: 2.0}}
+    again = first | {"shape": "another", "gflop_per_s": 5.0, "flops": 6400, "peers": {PEER: 3.0, "other": 0.5}}
+    figures = [first, again, moving]
+    left, right = plot._roofline(result, figures).axes
+    roof, *points = (line.get_xydata().tolist() for line in right.lines)
+    assert points == [[[400 / 3200, 1.0]], [[2.0, 5.0]]]
+    assert roof[1] == [100 / 8, 100]  # the ceilings of copy and product meet
+    assert all(y == pytest.approx(min(8 * x, 100)) for x, y in roof)
+    assert left.lines[0].get_xydata().tolist() == [[0, 70.0]]
+    assert left.lines[-1].get_ydata()[0] == 8
+
+    (axis,) = plot._peers([first, again, again | {"peers": {PEER: 4.0}}]).axes
+    spans = [line.get_xydata().tolist() for line in axis.lines[:-1]]
+    assert spans == [[[3, 0], [21, 0]], [[4, 0]], [[0.5, 1], [0.5, 1]], [[0.5, 1]]]  # a range and its median
+
+    sizes = [{"R": 4, "N": n, "p": 0.5} for n in (100, 400)]
+    curve = [
+        first | {"us": us, "sizes": each, "ceiling_percent": 50.0} for us, each in zip((8, 64), sizes, strict=True)
+    ]
+    (axis,) = plot._scaling(curve).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    assert lines == {
+        "cuda": [[100, 8], [400, 64]],
+        PEER: [[100, 8 * 21], [400, 64 * 21]],
+        "floor": [[100, 4], [400, 32]],
+    }
+    loads = {"shape": "T=8", "tokens": {"uniform": [2, 2, 2, 2], "zipf": [6, 1, 1, 0]}}
+    uniform, zipf = plot._load(loads).axes
+    assert uniform.get_title() == "uniform: busiest 1.0 x the mean, 0 idle"
+    assert zipf.get_title() == "zipf: busiest 3.0 x the mean, 1 idle"
+    assert [bar.get_height() for bar in zipf.patches] == [6, 1, 1, 0]
+
+
+def test_growth_of_time_and_of_work(tree: Path) -> None:
+    """From 10 us at half of the ceiling to 90 us at a sixth: the least time grows from 5 to 15 us."""
+    (entry,) = result_of(tree, "cuda")["entries"]
+    (figure,) = entry["figures"]
+    points = [("a", 10.0, 50.0), ("between", 1.0, 1.0), ("b", 90.0, 100 / 6)]
+    entry["curves"] = [figure | {"shape": shape, "us": us, "ceiling_percent": c} for shape, us, c in points]
+    entry["curves"].append(figure | {"setting": "other", "shape": "c"})
+    found, other = document._growth(entry)
+    assert found == ("kwta", "cuda", "float32", "cuda", "a", "b", "x9", "x3", "50%", "17%")
+    assert other[3:8] == ("other", "c", "c", "x1", "x1")
 
 
 def test_a_report_without_results_says_so(tmp_path: Path) -> None:

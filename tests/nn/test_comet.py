@@ -1,4 +1,4 @@
-"""The modules of COMET (paper 000)."""
+"""The modules of COMET fixed routing."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Gates of paper 001 (COMET with tree gates)."""
+"""Gates of COMET trees."""
 
 from __future__ import annotations
 

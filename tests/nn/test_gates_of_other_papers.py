@@ -1,4 +1,4 @@
-"""Gates, losses and schedules of papers 002 (sparse vision experts), 003 (V-MoE, E^3, THOR) and 004 (CompeteSMoE)."""
+"""Gates, losses and schedules of the sparse ViT, V-MoE, E^3, THOR and CompeteSMoE."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_hypernetwork_makes_the_router():
     assert [name for name, each in model.named_parameters() if each.grad is not None] == ["0.embedding"]
 
 
-def test_losses_of_paper_002():
+def test_losses_of_the_sparse_vit():
     probs = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0]])
     # Mean 1/4 in both rows; variance 0 in the first, 1/4 - 1/16 = 3/16 in the second.
     assert losses.inverse_cv(probs, 0.01).item() == pytest.approx((25 + 0.25 / (3 / 16 + 0.01)) / 2)
@@ -274,7 +274,7 @@ def test_phase_two_trains_the_sparse_gates_alone():
 
 
 def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
-    """XMoE as in paper 004: the cosine of LayerNorm(W x) and an embedding, divided by a learned temperature."""
+    """XMoE as in CompeteSMoE: the cosine of LayerNorm(W x) and an embedding, divided by a learned temperature."""
     gate, x = XMoEGate(D, E, K, embedding=3, score="learned", temperature=0.5), torch.randn(T, D)
     with torch.no_grad():
         gate.norm.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))

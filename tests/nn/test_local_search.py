@@ -29,6 +29,7 @@ def sinkhorn_loop(scores: torch.Tensor, iterations: int, tau: float) -> torch.Te
 def test_the_papers_schedule():
     search = LocalSearch(4, 10)
     assert [search.iterations(t) for t in (1, 5, 9)] == [33, 85, 137]
+    assert [LocalSearch(3, 100).iterations(t) for t in (9, 99)] == [31, 148]  # 31.7 and 148.7, rounded down
     for t, exponent in ((1, -3.4), (5, -5.0), (9, -6.6)):
         assert search.temperature(t) == pytest.approx(10**exponent)
 

@@ -68,7 +68,7 @@ def test_capacity_may_change_after_training():
 
 
 @pytest.mark.parametrize(("priority", "kept"), [(None, [0, 1]), ("max", [2, 1]), ("sum", [3, 2])])
-def test_priorities_of_paper_003(priority, kept):
+def test_priorities_of_v_moe(priority, kept):
     weights = torch.tensor([[0.1, 0.5], [0.6, 0.1], [0.1, 0.7], [0.45, 0.44]])
     gate = GateOutput(weights, torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]], dtype=torch.int32), E)
     plan, _ = TokenChoice(1.0, priority=priority)(gate, True)  # ceil(4 * 2 / 4) = 2 rows

@@ -48,7 +48,7 @@ def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -
 
 
 def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: float, weigh=lambda p: p) -> list[float]:
-    """Eq. 3 of paper 001 for one token, in Python's floats. weigh(p) replaces p, as in a parity mode."""
+    """Eq. 3 of COMET trees for one token, in Python's floats. weigh(p) replaces p, as in a parity mode."""
     masses = [
         [weigh(p) * math.exp(a) for p, a in zip(leaves(s, gamma), row, strict=True)]
         for s, row in zip(split, leaf, strict=True)

@@ -1,4 +1,4 @@
-"""Models of the COMET paper (000)."""
+"""Models of the papers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_kernels.nn import ExpertLayer, ExpertMLP, HashGate, MoE, TopKGate
 from moe_kernels.nn.comet import CometFFN
 from moe_kernels.ops.kwta import unpack_bits
 from moe_kernels.papers.models.comparison import MODELS, comparison_mlp, tied_masks
 from moe_kernels.papers.models.gpt import GPT
 from moe_kernels.papers.models.mixer import Mixer
-from moe_kernels.papers.models.transformer import ffn_masks
+from moe_kernels.papers.models.mmoe import MMoE
+from moe_kernels.papers.models.moe import MoEBlock, MoEGPT, MoEViT
+from moe_kernels.papers.models.transformer import Block, FeedForward, ffn_masks
 from moe_kernels.papers.models.vit import ViT, patches
 
 X = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
@@ -164,6 +167,110 @@ def test_at_p_one_nothing_is_routed():
         assert all(mask.all() for mask in ffn_masks(net.eval(), x))
     mask = CometFFN(8, 32, p=1.0).mask(torch.randn(2, 8), torch.ones(2, 1, dtype=torch.int32))
     assert mask.sum(1).tolist() == [1, 1]  # bits that are passed decide at p = 1 too
+
+
+def feed_forward(ffn, x):
+    if isinstance(ffn, CometFFN):
+        return ffn.output(torch.tanh(F.linear(x, ffn.hidden.weight, ffn.hidden.bias)))
+    return ffn.fc2(F.gelu(ffn.fc1(x)))
+
+
+def through_blocks(net, x, causal):
+    """x (B, S, D) through the blocks and the last norm, head by head."""
+    for block in net.blocks.blocks:
+        size, mixed = x.shape[-1] // block.heads, []
+        heads = (each.split(size, -1) for each in block.qkv(block.norm_attention(x)).chunk(3, -1))
+        for q, k, v in zip(*heads, strict=True):
+            scores = q @ k.mT / size**0.5
+            if causal:
+                scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            mixed.append(scores.softmax(-1) @ v)
+        x = x + block.project(torch.cat(mixed, -1))
+        x = x + feed_forward(block.ffn, block.norm_ffn(x))
+    return net.blocks.norm(x)
+
+
+def squares(images, side):
+    """Patches (B, patches, C * side * side), row by row."""
+    return F.unfold(images, side, stride=side).mT
+
+
+@pytest.mark.parametrize("kind", ["comet", "experts"])
+def test_dense_transformers_by_hand(kind):
+    """p = 1, and no layer with experts."""
+    torch.manual_seed(0)
+    sizes, images = {"dim": 16, "depth": 2, "heads": 2, "hidden": 24}, torch.randn(3, 2, 8, 12)
+    if kind == "comet":
+        vit, gpt = ViT((2, 8, 12), 5, p=1.0, **sizes), GPT(11, 10, p=1.0, **sizes)
+    else:
+        vit = MoEViT((2, 8, 12), 5, lambda index: None, **sizes)
+        gpt = MoEGPT(11, 10, lambda index: None, activation="gelu", **sizes)
+    first = vit.embed.class_token.expand(3, 1, 16)
+    x = torch.cat([first, vit.embed.project(squares(images, 4))], 1) + vit.embed.positions
+    expected = vit.head(through_blocks(vit, x, False)[:, 0])
+    found = vit.eval()(images.flatten(1))
+    torch.testing.assert_close(found if kind == "comet" else found[0], expected, rtol=1e-4, atol=1e-5)
+    tokens = torch.randint(11, (3, 7))
+    h = through_blocks(gpt, gpt.tokens.weight[tokens] + gpt.positions[:7], True)
+    found = gpt.eval()(tokens)
+    torch.testing.assert_close(found if kind == "comet" else found[0], h @ gpt.tokens.weight.T, rtol=1e-4, atol=1e-5)
+
+
+def test_mixer_by_hand():
+    torch.manual_seed(0)
+    net, images = Mixer((2, 8, 12), 5, dim=16, depth=2, p=1.0), torch.randn(3, 2, 8, 12)
+    for parameter in net.parameters():  # norms too: else those of tokens and channels would be equal
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    x = net.embed(squares(images, 4))
+    for block in net.blocks:
+        x = x + feed_forward(block.tokens, block.norm_tokens(x).mT).mT
+        x = x + feed_forward(block.channels, block.norm_channels(x))
+    torch.testing.assert_close(net(images.flatten(1)), net.head(net.norm(x).mean(1)), rtol=1e-4, atol=1e-5)
+
+
+def test_gpt_starts_as_gpt_2_does():
+    net = GPT(60, 30, dim=64, depth=8, heads=2)
+    for name, parameter in net.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            residual = name.endswith(("project.weight", "output.weight"))
+            assert parameter.std().item() == pytest.approx(0.005 if residual else 0.02, rel=0.1), name
+
+
+def test_a_recommender_by_hand():
+    torch.manual_seed(0)
+    gates = (HashGate(6, 3), HashGate(6, 3))
+    net = MMoE(6, 9, gates, ExpertLayer(3, 8, 5), embedding=4, width=5, head=7)
+    users, movies = torch.tensor([0, 5, 3, 3]), torch.tensor([8, 2, 2, 7])
+    found = net(users, movies)[:2]
+    h = torch.cat([net.users.weight[users], net.movies.weight[movies]], 1)
+    for gate, head, each in zip(gates, net.heads, found, strict=True):
+        e = gate.table[users].long()
+        y = (torch.einsum("td,tdh->th", h, net.moe.experts.weight[e]) + net.moe.experts.bias[e]).relu()
+        inner, _, last = head
+        expected = (inner(y).relu() @ last.weight.T + last.bias)[:, 0]
+        torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-6)
+    assert 0.04 < max(each.weight.abs().max() for each in (net.users, net.movies)) <= 0.05
+
+
+def test_dropout_of_blocks_is_for_training():
+    """At rate 1 only the residual connection is left."""
+    x = torch.randn(2, 5, 8)
+    moe = MoE(TopKGate(8, 2, 1), ExpertMLP(2, 8, 4))
+    for block in (MoEBlock(8, 2, moe, dropout=1.0), Block(8, 2, FeedForward(8, 12, dropout=1.0), dropout=1.0)):
+        call = (lambda x, block=block: block(x)[0]) if isinstance(block, MoEBlock) else block
+        assert torch.equal(call(x), x)
+        block.eval()
+        attended = (block.block if isinstance(block, MoEBlock) else block).attend(x)
+        assert (attended != x).any(-1).all()
+        assert (call(x) != attended).any(-1).all()
+    layer, hidden = FeedForward(6, 8, dropout=0.5), []
+    layer.fc2.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    y = layer(torch.randn(40, 6))
+    assert all(0.3 < (each == 0).float().mean() < 0.7 for each in (y, hidden[0]))
 
 
 def test_patches_are_squares_of_the_image():

@@ -63,13 +63,14 @@ def test_jester_from_its_file(tmp_path):
     """For each rating the loader adds a joke that the user did not rate. It leaves out users who rated 90 % of the
     jokes or more."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
-    everything = {(9, joke): 1.0 for joke in range(1, 20)}
-    lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
+    rated |= {(7, joke): 2.0 for joke in range(1, 18)}
+    most = {(8, joke): 1.0 for joke in range(1, 21)} | {(9, joke): 1.0 for joke in range(1, 19)}  # 20 and 18 of 20
+    lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | most).items()]
     (tmp_path / "jester_ratings.dat").write_text("\n".join(lines) + "\n")
     found = data.load(tmp_path)
-    assert (found.name, found.num_users) == ("jester", 3)
+    assert (found.name, found.num_users) == ("jester", 4)
     every = pairs(found)
-    users = {1: 0, 2: 1, 5: 2}
+    users = {1: 0, 2: 1, 5: 2, 7: 3}
     for (user, joke), rating in rated.items():
         assert every[users[user], joke - 1, 1.0] == rating
     unseen = [(user, joke) for user, joke, watched in every if not watched]

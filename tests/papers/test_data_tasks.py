@@ -1,4 +1,4 @@
-"""The loaders of SVHN, MNIST with SVHN, MultiMNIST and CelebA (paper 001), on small files that these tests write."""
+"""The loaders of SVHN, MNIST with SVHN, MultiMNIST and CelebA (COMET trees), on small files that these tests write."""
 
 import re
 import sys

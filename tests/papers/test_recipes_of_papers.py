@@ -1,4 +1,4 @@
-"""Recipes of papers 001 to 004 on small data."""
+"""Recipes of COMET trees, the sparse ViT, V-MoE and CompeteSMoE on small data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def blocks_with_experts(side, **changed):
         ("e3", {}, [3, 5]),
         ("vmoe", {"moe_layers": 99}, [1, 3, 5]),  # V-MoE's "every-2": every second block
         ("bpr", {"moe_every": 1, "moe_layers": 1}, [5]),
-        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # paper 002: every block
+        ("softmax", {}, [0, 1, 2, 3, 4, 5]),  # the sparse ViT: every block
         ("token_choice", {"moe_layers": 0}, []),
         ("matched", {}, []),
     ],

@@ -1,8 +1,9 @@
-"""The studies of paper 000 (similarity, utilisation) and of paper 001 (permutation, search), on small data."""
+"""Studies of COMET fixed routing (similarity, utilisation) and of COMET trees (permutation, search), on small data."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 
 import pytest
 import scipy.optimize
@@ -13,7 +14,7 @@ from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
 from moe_kernels.papers import data, studies
 from moe_kernels.papers.recipes import Batch, Splits, movielens
-from moe_kernels.papers.studies import permutation, search, similarity
+from moe_kernels.papers.studies import permutation, search, similarity, utilisation
 from moe_kernels.papers.train.loop import Run
 from tests.helpers.small_sets import ratings
 
@@ -57,6 +58,50 @@ def test_similarities_are_those_of_the_network():
     torch.testing.assert_close(activations, torch.cosine_similarity(*layers), rtol=1e-4, atol=1e-5)
 
 
+def test_the_printed_similarity_by_hand(capsys):
+    inputs = torch.tensor([0.0, 0.25, 1.0, 0.5])
+    assert similarity._slope(inputs, 3 * inputs - 1) == pytest.approx(3)
+    assert similarity._slope(3 * inputs - 1, inputs) == pytest.approx(1 / 3)
+    assert similarity._correlation(inputs, inputs**3) == pytest.approx(1)
+    assert similarity._correlation(inputs, torch.tensor([3.0, 1.0, 2.0, 0.0])) == pytest.approx(-0.4)  # 1 - 6 * 14 / 60
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_similarities_are_means_over_the_networks(tmp_path, monkeypatch, fresh):
+    """The nth network gives n for masks and 10 n for activations."""
+    calls = []
+
+    def similarities(study, network, x, p):
+        calls.append(p)
+        n = torch.full((x.shape[1],), float(len(calls)))
+        return n, 10 * n
+
+    monkeypatch.setattr(similarity.Similarity, "_similarities", similarities)
+    monkeypatch.setattr(similarity, "write_picture", lambda *given, **options: True)
+    study = similarity.Similarity(pairs=2, networks=3, hidden=4, layers=1, keep=(0.5,), fresh=fresh)
+    study.run(tmp_path)
+    rows = read(tmp_path / "similarity.csv")
+    assert [float(row["masks"]) for row in rows] == pytest.approx([2, 5] if fresh else [2, 2])
+    assert [float(row["activations"]) for row in rows] == pytest.approx([20, 50] if fresh else [20, 20])
+    draw = torch.Generator().manual_seed(0)
+    means = torch.randint(0, 101, (2, 2, 1), generator=draw)
+    x = means + 5 * torch.randn(2, 2, 100, generator=draw)
+    assert [float(row["inputs"]) for row in rows] == pytest.approx(torch.cosine_similarity(*x).tolist(), rel=1e-5)
+
+
+def test_the_printed_utilisation_by_hand(capsys):
+    """Two networks of 100 and 300 neurons in one range of p, one of 50 in another; 8 dead neurons, of which 2 wake."""
+    rows = [
+        {"keep": keep, "neurons": neurons, "dead": dead, "woken": woken}
+        for keep, neurons, dead, woken in ((0.06, 100, 6, 1), (0.2, 300, 0, 0), (1.0, 50, 2, 1))
+    ]
+    utilisation.UtilisationStudy()._print(rows)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "0.05 to 0.25 2 400 1.50e-02 50.0% 16.7%" in lines
+    assert "0.95 to 1 1 50 4.00e-02 100.0% 50.0%" in lines
+    assert "all 3 450 1.78e-02 66.7% 25.0%" in lines
+
+
 def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     draw = torch.Generator().manual_seed(0)
@@ -77,15 +122,20 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_pat
     assert main(["study", "utilisation", *words]) == 0
     rows = read(tmp_path / "utilisation.csv")
     assert len(rows) == len(routers) == 6
+    least = []
     for row, router in zip(rows, routers, strict=True):
         assert 20 <= int(row["width"]) <= 30
         assert 0 < float(row["keep"]) <= 0.95
         masks = {name: router.masks(torch.cat([each.train_x, each.test_x])) for name, each in found.items()}
         dead = [~mask.any(0) for mask in masks["one"]]
         assert int(row["dead"]) == sum(int(each.sum()) for each in dead)
+        assert int(row["neurons"]) == 3 * int(row["width"])
+        least.append([mask.float().mean(0).min().item() for mask in masks["one"]])
+        assert float(row["least"]) == pytest.approx(min(least[-1]))
         woken = sum(int((d & mask.any(0)).sum()) for d, mask in zip(dead, masks["two"], strict=True))
         assert int(row["woken"]) == woken
     assert sum(int(row["woken"]) for row in rows) > 0
+    assert any(min(each) < max(each) for each in least)
     assert "all" in capsys.readouterr().out
     assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
@@ -135,6 +185,39 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
     assert "best after epoch 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arm", ["random", "best"])
+def test_what_all_permutations_cost(monkeypatch, arm):
+    """Compares with all 24 permutations of four experts, for costs drawn at random."""
+    points = ratings()
+    recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0)
+    run = Run(recipe, 0, Splits(points, points.train, points.test))
+    cost = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(permutation, "costs", lambda run, gate: cost)
+    gate = run.task.model.moe.gates[0]
+    before = gate.table.clone()
+    found = permutation.Permutation(experts=4)._permute(run, arm, 1)
+    losses = {
+        order: sum(cost[i, j].item() for i, j in enumerate(order)) / 80 for order in itertools.permutations(range(4))
+    }
+    moved = {int(old): int(new) for old, new in zip(before, gate.table, strict=True)}
+    assert found["before"] == pytest.approx(losses[0, 1, 2, 3])
+    assert found["mean of all"] == pytest.approx(sum(losses.values()) / 24)
+    assert found["best of all"] == pytest.approx(min(losses.values()))
+    assert found["after"] == pytest.approx(losses[tuple(moved[expert] for expert in range(4))])
+    assert (found["after"] == pytest.approx(min(losses.values()))) == (arm == "best")
+
+
+def test_an_arm_reports_how_many_experts_moved(monkeypatch):
+    class Finished(Run):
+        def advance(self, to, tick=None):
+            self.rows.append({"test loss": 2.0, "test watched accuracy": 0.5})
+            self.task.model.moe.search.source.copy_(torch.tensor([[1, 2, 0, 3]]))
+
+    monkeypatch.setattr(permutation, "Run", Finished)
+    row = permutation.Permutation(experts=4, rows=40)._arm(ratings(), "wide", -1, 0)
+    assert (row["moved"], row["test loss"], row["test watched accuracy"]) == (3, 2.0, 0.5)
+
+
 @pytest.mark.parametrize("schedule", ["paper", "wide"])
 def test_which_schedule_ends_in_a_permutation(schedule):
     found = []
@@ -172,3 +255,12 @@ def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
     found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
     # Of the 6 pairs of the four trials, the first trial is the best of 3, the second of 2, the third of 1.
     assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)
+
+
+def test_the_table_of_a_search_has_the_best_twentieth_by_validation_loss():
+    rows = [{"side": "hash", "valid loss": 40.0 - i, "test loss": float(i)} for i in range(40)]
+    rows += [{"side": "topk", "valid loss": 5.0, "test loss": 7.0}]
+    text = search._table(rows, {"hash": {1: 2.0, 5: 1.0}, "topk": {1: 7.0, 5: 7.0}})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "hash 40 38.5000 ± 0.5000 2.0000 1.0000" in lines  # 39 and 38; standard error 0.707 / sqrt(2)
+    assert "topk 1 7.0000 7.0000 7.0000" in lines

@@ -11,7 +11,7 @@ import torch
 
 from moe_kernels.papers import data, train
 from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
-from moe_kernels.papers.train import loop, plotting, report
+from moe_kernels.papers.train import agreement, loop, plotting, report, sweeps
 from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run, area_under_roc
 from tests.helpers.planted import interrupt
@@ -34,6 +34,30 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert "dead neurons" in printed
     assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
+
+
+def test_a_swept_options_table_and_picture_have_mean_and_spread(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    recipe = comet.Comet(sides=("comet", "l1"), width=(8,), keep=(0.01, 0.5))
+    runs = [
+        history(f"{side} keep={keep:g}", seed, (shift + keep + seed,))
+        for side, shift in (("comet", 1), ("l1", 3))
+        for keep in recipe.keep
+        for seed in (0, 1)
+    ]
+    summaries = report.summarise(runs, "accuracy")
+    lines = [" ".join(line.split()) for line in sweeps.pivot(recipe, summaries).splitlines()]
+    assert "accuracy by keep 0.01 0.5" in lines
+    assert "comet 1.5100 ± 0.7071 2.0000 ± 0.7071" in lines
+    assert "l1 3.5100 ± 0.7071 4.0000 ± 0.7071" in lines
+    assert sweeps.sweep_picture(tmp_path / "sweep.png", recipe, summaries, "all")
+    (axis,) = drawn[0].axes
+    assert axis.get_xscale() == "log"
+    drawn_points = [point for line in axis.lines for point in line.get_xydata().flatten().tolist()]
+    assert drawn_points == pytest.approx([0.01, 1.51, 0.5, 2.0, 0.01, 3.51, 0.5, 4.0])
+    assert not sweeps.sweep_picture(tmp_path / "sweep.png", comet.Comet(sides=("l1",)), summaries, "all")
 
 
 def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch, capsys):
@@ -227,6 +251,30 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     assert found["standard"][0] == found["standard"][1]
     assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # 3 * 24 for k-winner-take-all
     assert "with kept masks" in capsys.readouterr().out
+
+
+def test_errors_of_a_checked_step_by_hand():
+    """One element of the routing, the loss and one of four gradients differ; a repetition excuses twice its changes."""
+
+    def record(used, loss, gradient):
+        gradients = [torch.tensor([8.0, 0.0, 1.0, gradient]), None, torch.empty(0)]
+        return agreement.StepRecord([torch.tensor(used)], torch.tensor(loss), gradients)
+
+    allowed = agreement.Jumps(record([True, False, True], 2.0, -1.0))
+    got = record([True, True, True], 2.5, -2.0)
+    step = allowed.compare(3, got)
+    assert (step.step, step.wrong_masks, step.repeated, step.passed) == (3, 1, 0, False)
+    assert (step.loss, step.reference_loss, step.loss_error, step.gradient_error) == (2.5, 2.0, 0.25, 1 / 8)
+    allowed.widen(record([False, False, True], 1.9, -0.75))
+    step = allowed.compare(3, got)
+    assert (step.wrong_masks, step.repeated) == (1, 1)
+    assert (step.loss_error, step.gradient_error) == pytest.approx(((0.5 - 0.2) / 2, 0.5 / 8))
+    allowed.widen(record([True, True, True], 2.25, -1.5))
+    assert allowed.compare(3, got).passed
+    assert not allowed.compare(3, record([True, True, True], math.nan, -1.0)).passed
+    assert not allowed.compare(3, record([True, True, True], 2.0, math.nan)).passed
+    missing = agreement.StepRecord(got.routing, got.loss, [got.gradients[0], torch.ones(1), got.gradients[2]])
+    assert allowed.compare(3, missing).gradient_error == math.inf
 
 
 def test_area_under_roc_counts_pairs():

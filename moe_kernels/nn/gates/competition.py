@@ -1,4 +1,4 @@
-"""CompeteSMoE's gate (paper 004): in some training steps experts compete, and the router learns to predict winners."""
+"""CompeteSMoE's gate: in some training steps experts compete, and the router learns to predict winners."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CompetitionGate(Gate):
     it. For a repeated forward, the draw of `coin` and a `rate` that is a function are those of the last step; so each
     backward must precede the next forward.
 
-    Source: paper 004, sections 3.1 to 3.3, eqs. 3 to 5.
+    Source: CompeteSMoE, sections 3.1 to 3.3, eqs. 3 to 5.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32)

@@ -1,4 +1,4 @@
-"""DSelect-k (Hazimeh et al. 2021), a baseline of paper 001: k selectors that choose the bits of an expert's index."""
+"""DSelect-k (Hazimeh et al. 2021), a baseline of COMET trees: k selectors that choose the bits of an expert's index."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DSelectKGate(Gate):
     "experts_per_sample", the mean over tokens of the number of gates of at least 1e-5. Gradient: to x and the
     parameters of `code` (Z, c) and `mix` (A, a).
 
-    Source: Hazimeh et al. 2021, with the entropy averaged over the batch as in paper 001's code.
+    Source: Hazimeh et al. 2021, with the entropy averaged over the batch as in COMET trees' code.
 
     Example:
         >>> DSelectKGate(16, 8, 2)(torch.randn(4, 16)).gates.shape

@@ -1,4 +1,4 @@
-"""E^3's gate (paper 003): the members of an ensemble share a network but not its experts."""
+"""E^3's gate: the members of an ensemble share a network but not its experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EnsembleGate(Gate):
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse, over all E experts. Parameter:
     weight (M, D, E / M), initialised as M nn.Linear without bias.
-    Source: E^3 (Allingham et al. 2021), which paper 003 describes.
+    Source: E^3 (Allingham et al. 2021).
 
     Example:
         >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member

@@ -192,7 +192,7 @@ class TopKRouter(Gate):
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1 / E^2) like logits (T, E), V-MoE's noise (paper 003)."""
+    """N(0, 1 / E^2) like logits (T, E), V-MoE's noise."""
     return normal_like(logits, generator) / logits.shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""Hash gates: an id's expert is fixed before training (a baseline of paper 001; also in MoEBERT's code)."""
+"""Hash gates: an id's expert is fixed before training (a baseline of COMET trees; also in MoEBERT's code)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HashGate(TableGate):
     Input: ids (T,), int32 or int64. Output: sparse, K = 1; weights in the dtype of x and without a gradient. `table`
     (num_ids,) is the expert of every id.
 
-    Source: paper 001 (tree COMET), section 5.1 ("Hash-r"); MoEBERT's hash-random and hash-balance.
+    Source: COMET trees, section 5.1 ("Hash-r"); MoEBERT's hash-random and hash-balance.
 
     Example:
         >>> gate = HashGate(num_ids=100, num_experts=4)

@@ -17,12 +17,12 @@ class HyperRouterGate(TopKRouter):
     Args:
         dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
-        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in paper 004's code.
+        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in CompeteSMoE's code.
         backend: as in topk_gate.
 
     Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which is frozen: it gets no gradient, even if
     requires_grad_() of a whole model sets its flags; requires_grad_() of this gate leaves them False.
-    Source: Do et al. 2023, which paper 004 cites, and the published code of paper 004.
+    Source: Do et al. 2023, a baseline of CompeteSMoE, and CompeteSMoE's published code.
 
     Example:
         >>> HyperRouterGate(16, 4, 2)(torch.randn(8, 16)).experts.shape

@@ -1,4 +1,4 @@
-"""Manual routing: the expert of every label is given (paper 002, sparse ViT)."""
+"""Manual routing: the expert of every label is given (the sparse ViT)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ManualGate(TableGate):
 
     Args:
         assignment: the expert of every label; experts and labels count from 0. gates.manual.MNIST is the assignment of
-            paper 002 for digits.
+            the sparse ViT for digits.
         num_experts: E; None: one more than the largest expert in assignment.
 
-    Source: paper 002, section 4.4: the experts train with this gate; then they are frozen and a learned gate trains.
+    Source: the sparse ViT, section 4.4: experts train with this gate; then they are frozen, and a learned gate trains.
 
     Example:
         >>> gate = ManualGate((0, 0, 1, 1))

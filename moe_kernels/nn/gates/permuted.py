@@ -1,4 +1,4 @@
-"""A gate with a learned permutation of its experts: the "+" of COMET+ and Hash-r+ (paper 001) for a single gate."""
+"""A gate with a learned permutation of its experts: the "+" of COMET+ and Hash-r+ (COMET trees) for a single gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense softmax gate: a baseline of paper 001 (tree COMET), and phase one of the sparse ViT (paper 002)."""
+"""The dense softmax gate: a baseline of COMET trees, and phase one of the sparse ViT."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class SoftmaxGate(Gate):
     Args:
         dim, num_experts: D, E.
         bias: whether there is a b.
-        noise: whether training adds N(0, 1 / E^2) to the logits, as in V-MoE; paper 002 does not define its noise.
+        noise: whether training adds N(0, 1 / E^2) to the logits, as in V-MoE; the sparse ViT does not define its noise.
         importance: coefficient of nn.importance_loss of the probabilities without noise.
         generator: draws the noise; None is torch's own generator.
 
     Output: dense. losses: in training "importance", if its coefficient is not 0. Parameters: `linear`, initialised as
     nn.Linear. Gradient: to x and the parameters.
 
-    Source: paper 001, section 5.1 ("Softmax"); paper 002, section 3.2.
+    Source: COMET trees, section 5.1 ("Softmax"); the sparse ViT, section 3.2.
 
     Example:
         >>> SoftmaxGate(16, 4)(torch.randn(8, 16)).gates.shape

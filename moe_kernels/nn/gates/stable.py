@@ -40,7 +40,7 @@ class StableGate(Gate):
     "distill" alone; the choice is a constant. State dicts keep `stage`.
     router_probs: the softmax of the small router's logits, also in stage one; affinities are no probabilities.
 
-    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004 (CompeteSMoE).
+    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of CompeteSMoE.
 
     Example:
         >>> gate = StableGate(16, 4, vocabulary=100)

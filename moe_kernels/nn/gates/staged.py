@@ -1,4 +1,4 @@
-"""Two gates, used one after the other: a dense and a sparse one (paper 002), or a ManualGate and a learned one."""
+"""Two gates, used one after the other: a dense and a sparse one (the sparse ViT), or a ManualGate and a learned one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StagedGate(Gate):
     losses: those of the gate in use, and "distill". State dicts hold `stage`. The gate freezes no parameters;
     nn.schedules.train_gates_alone(model) does.
 
-    Source: paper 002 (sparse ViT), section 3.2.
+    Source: the sparse ViT, section 3.2.
 
     Example:
         >>> gate = StagedGate(SoftmaxGate(16, 4), TopKGate(16, 4, 1))

@@ -1,4 +1,4 @@
-"""THOR's gate (paper 003): random experts, for a loss that makes the experts agree."""
+"""THOR's gate: random experts, for a loss that makes the experts agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RandomGate(Gate):
             (0 to T - 1), such as those of a sentence. The published code draws by position instead.
         generator: draws the experts, on the device of x; None is torch's own generator.
 
-    Source: THOR (Zuo et al. 2021, which paper 003 describes), section 3 and algorithm 1.
+    Source: THOR (Zuo et al. 2021), section 3 and algorithm 1.
 
     Example:
         >>> experts = RandomGate(4)(torch.randn(8, 16)).experts

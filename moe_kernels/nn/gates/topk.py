@@ -1,4 +1,4 @@
-"""The top-k gate: top-k, then softmax (paper 001, CompeteSMoE), or softmax, then top-k (V-MoE, the sparse ViT)."""
+"""The top-k gate: top-k, then softmax (COMET trees, CompeteSMoE), or softmax, then top-k (V-MoE, the sparse ViT)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TopKGate(TopKRouter):
         k: from 1 to E.
         order: as in topk_gate; with k = 1 weights have a nonzero gradient only for "softmax_topk".
         noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (an
-            option of paper 001's code); "vmoe", N(0, 1 / E^2) (V-MoE, paper 003); or None. Evaluation has no noise.
-        bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE's code (paper 004).
+            option of COMET trees' code); "vmoe", N(0, 1 / E^2) (V-MoE); or None. Evaluation has no noise.
+        bias: whether there is a b: none in V-MoE, one in CompeteSMoE's code.
         importance, load, balance, z: coefficients of importance_loss, load_loss, balance_loss and router_z_loss of
             moe_kernels.nn in training. `load` needs noise="vmoe"; `balance` counts first choices, as Switch and GShard
             do. V-MoE: importance = load = 0.005.
@@ -41,8 +41,7 @@ class TopKGate(TopKRouter):
     `linear`, initialised as nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: to x and the
     parameters through weights and losses; the choice is a constant.
 
-    Source: paper 001, section 5.1 ("Top-k"), without the fault of its code, which drops a chosen logit of 0; V-MoE
-    (paper 003).
+    Source: COMET trees, section 5.1 ("Top-k"), without the fault of its code, which drops a chosen logit of 0; V-MoE.
 
     Example:
         >>> gate = TopKGate(16, 8, 2, order="softmax_topk", noise="vmoe", importance=0.005, load=0.005)

@@ -1,4 +1,4 @@
-"""The tree gate of paper 001 (tree COMET): K soft trees over the experts, which train together with the experts."""
+"""The gate of COMET trees: K soft trees over the experts, which train together with the experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TreeGate(Gate):
     (K, E-1, P) ~ U(-gamma/100, gamma/100), leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias
     (K, E-1) = 0. Gradient: to x and the parameters.
 
-    Source: paper 001, section 3, and the published code (initialisation, entropy, statistic).
+    Source: COMET trees, section 3, and the published code (initialisation, entropy, statistic).
 
     Example:
         >>> gate = TreeGate(16, 8, trees=2, entropy=0.1)

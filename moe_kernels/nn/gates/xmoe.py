@@ -24,12 +24,12 @@ class XMoEGate(TopKRouter):
       first scales e_i in place to norm 1.5, without a gradient. Under fully_shard the scaling is lost, since it changes
       only the gathered copy of the parameter, so embeddings train at another rate than in one process.
     * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
-    * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
+    * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as CompeteSMoE describes XMoE.
 
     Args:
         dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
-        embedding: d_e; 8 in the published code of paper 004.
+        embedding: d_e; 8 in the published code of CompeteSMoE.
         score: "code", "cosine" or "learned".
         temperature: of "cosine"; for "learned" the initial value.
         backend: as in topk_gate.
@@ -38,7 +38,7 @@ class XMoEGate(TopKRouter):
     `norm` and `log_temperature` (). Gradient: through r and e, also through the division by ||e_i||, but not through
     the scaling to norm 1.5.
 
-    Source: Chi et al. 2022, a baseline of paper 004; the published code is that of paper 004.
+    Source: Chi et al. 2022, a baseline of CompeteSMoE; the published code is CompeteSMoE's.
 
     Example:
         >>> XMoEGate(16, 4, 2, score="cosine")(torch.randn(8, 16)).weights.shape

@@ -87,10 +87,10 @@ def load(name_or_path: str | Path) -> Dataset:
                 CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels; also in
                             the folder's cifar-100-binary and -python
                 SVHN        train_32x32.mat and test_32x32.mat; optionally extra_32x32.mat, more training images
-                MNIST and SVHN, if both are in the folder, become one set as in paper 001: see svhn.load_with_mnist
+                MNIST and SVHN, if both are in the folder, become one set as in COMET trees: see svhn.load_with_mnist
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
-                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv (or
+                MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or COMET trees' movielens_val.csv (or
                             movielens_train.csv) and movielens_test.csv, plain or .gz
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat

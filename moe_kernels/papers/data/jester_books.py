@@ -1,4 +1,4 @@
-"""Paper 001's data sets of ratings beside MovieLens: Jester and Books (BookCrossing), from their published files."""
+"""COMET trees' data sets of ratings beside MovieLens: Jester and Books (BookCrossing), from their published files."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def load_jester(file: Path) -> Ratings:
 def load_books(file: Path) -> Ratings:
     """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
 
-    As in paper 001, users and books with fewer than 5 records are removed until every user and book has at least 5. For
-    every record a row is added with a random book without a record of this user, watched 0 and rating 0. A fixed
+    As in COMET trees, users and books with fewer than 5 records are removed until every user and book has at least 5.
+    For every record a row is added with a random book without a record of this user, watched 0 and rating 0. A fixed
     random tenth of all rows is the test set.
     """
     text = read(file).decode("latin-1")

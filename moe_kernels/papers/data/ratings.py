@@ -1,4 +1,4 @@
-"""`Ratings`, a kind of data set, and MovieLens: who watched which movie, and the rating (two tasks of paper 001)."""
+"""`Ratings`, a kind of data set, and MovieLens: who watched which movie, and the rating (two tasks of COMET trees)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def load_prepared(place: Path) -> Ratings:
-    """The CSVs of paper 001's authors; without movielens_train.csv the validation rows train, and `name` says so."""
+    """The CSVs by the authors of COMET trees; without movielens_train.csv the validation rows train: see `name`."""
     files = {m[1]: f for f in sorted(place.parent.glob(place.name)) if (m := _PREPARED.fullmatch(f.name))}
     training = "train" if "train" in files else "val"
     missing = [f"movielens_{part}.csv" for part in (training, "test") if part not in files]
@@ -72,8 +72,8 @@ def _prepared(file: Path) -> Tensor:
 def load_published(file: Path) -> Ratings:
     """GroupLens' ratings.dat of MovieLens-1M: UserID::MovieID::Rating::Timestamp, ids from 1.
 
-    Prepared as in paper 001: for every rating a row is added with a random movie that the user did not rate, watched 0
-    and rating 0. A fixed random tenth of all rows is the test set.
+    Prepared as in COMET trees: for every rating a row is added with a random movie that the user did not rate, watched
+    0 and rating 0. A fixed random tenth of all rows is the test set.
     """
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1

@@ -1,4 +1,4 @@
-"""SARCOS, the inverse dynamics of a robot's arm: paper 000's regression (appendix A.5)."""
+"""SARCOS, the inverse dynamics of a robot's arm: the regression of COMET fixed routing (appendix A.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SVHN, house numbers in the cropped format; and its mixture with MNIST (paper 001, supplement S1.1)."""
+"""SVHN, house numbers in the cropped format; and its mixture with MNIST (COMET trees, supplement S1.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_kernels.papers.data.images import Images, from_bytes, mnist_bytes
 PARTS = ("train", "extra", "test")
 SHAPE = (3, 32, 32)
 CLASSES = tuple(map(str, range(10)))
-TEST_SHARE = 75_000 / 630_420  # share of SVHN's images on which paper 001 tests
+TEST_SHARE = 75_000 / 630_420  # share of SVHN's images on which COMET trees tests
 SEED = 0  # draws the test images of load_with_mnist
 
 
@@ -35,7 +35,7 @@ def load(place: Path) -> Images:
 
 
 def load_with_mnist(place: Path) -> Images:
-    """MNIST and SVHN as one set, as paper 001 mixes them.
+    """MNIST and SVHN as one set, as COMET trees mixes them.
 
     The test set is MNIST's test images and a fixed random 11.9 % of the images in all of SVHN's files: 75,000 images if
     extra_32x32.mat is there. The paper does not say how it makes the sizes equal: here MNIST's images get a black frame

@@ -1,4 +1,4 @@
-"""Images with several labels (paper 001, supplement S1.1): MultiMNIST, MultiFashionMNIST and CelebA.
+"""Images with several labels (COMET trees, supplement S1.1): MultiMNIST, MultiFashionMNIST and CelebA.
 
 No recipe trains on them.
 """

@@ -1,4 +1,4 @@
-"""The models that paper 000, section 4.2.1, compares with its COMET MLP, as the paper describes them."""
+"""The models that COMET fixed routing compares with its MLP, as section 4.2.1 describes them."""
 
 from __future__ import annotations
 

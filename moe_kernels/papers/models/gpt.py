@@ -1,4 +1,4 @@
-"""A small GPT with COMET feed-forward layers (paper 000, section 4.3 and appendix A.4)."""
+"""A small GPT with masked feed-forward layers (COMET fixed routing, section 4.3 and appendix A.4)."""
 
 from __future__ import annotations
 

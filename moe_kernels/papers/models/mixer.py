@@ -1,4 +1,4 @@
-"""A small MLP-Mixer with COMET feed-forward layers (paper 000, section 4.2.2 and appendix A.3)."""
+"""A small MLP-Mixer with masked feed-forward layers (COMET fixed routing, section 4.2.2 and appendix A.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLP of paper 000, section 4.2.1 and appendix A.1, and its dense twin."""
+"""The MLP of COMET fixed routing, section 4.2.1 and appendix A.1, and its dense twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two-task recommender of paper 001 (tree COMET), supplement S1.2: shared experts, one gate for each task."""
+"""The two-task recommender of COMET trees, supplement S1.2: shared experts, one gate for each task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MMoE(nn.Module):
         embedding: width of a user's and of a movie's embedding. Embeddings start ~ U(-0.05, 0.05).
         head: width of the hidden layer in a task's head.
 
-    Source: paper 001, supplement S1.2.
+    Source: COMET trees, supplement S1.2.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Transformers with layers of experts: the GPT of paper 004 (CompeteSMoE), the ViTs of 002 (sparse) and 003 (V-MoE).
+"""Transformers with layers of experts: the GPT of CompeteSMoE, the ViTs of the sparse ViT and of V-MoE.
 
 The argument `layer` is a function of a block's index: it returns an MoE with output="all", or None for a dense
 feed-forward layer.

@@ -1,4 +1,4 @@
-"""A small vision transformer with COMET feed-forward layers (paper 000, section 4.2.2 and appendix A.3)."""
+"""A small vision transformer with masked feed-forward layers (COMET fixed routing, section 4.2.2 and appendix A.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paper 000: the COMET MLP on images, beside the dense MLP and the other models with which the paper compares it.
+"""COMET fixed routing: its MLP on images, beside the dense MLP and the other models with which the paper compares it.
 
 The paper trains 4 linear layers, with 100 to 3000 neurons in a hidden one, on CIFAR-10 for 100 epochs by SGD at a
 learning rate of 1e-4 (1e-3 in appendix A.2, with momentum in A.6), without augmentation or schedule. The defaults here

@@ -1,4 +1,4 @@
-"""Paper 000, section 4.3 and appendix A.4: COMET in the feed-forward layers of a GPT, here on bytes.
+"""COMET fixed routing, section 4.3 and appendix A.4: COMET in the feed-forward layers of a GPT, here on bytes.
 
 The paper: GPT-2 in three sizes on WikiText and CodeParrot with the GPT-2 tokenizer; AdamW at 5e-4, weight decay 0.1,
 1000 steps of warm-up and a cosine, batches of 256, p = 0.5, tanh, at most 3 epochs or 24 hours. The defaults here are a

@@ -1,4 +1,4 @@
-"""Paper 000, section 4.2.2 and appendix A.3: COMET in the feed-forward layers of an MLP-Mixer.
+"""COMET fixed routing, section 4.2.2 and appendix A.3: COMET in the feed-forward layers of an MLP-Mixer.
 
 The paper: depth 6, dim 512 and 3072, patch 4, p = 0.5, tanh; Adam at 1e-3 with a cosine over 500 epochs. The code that
 the paper builds on has batches of 512 and augments images (RandAugment); this recipe does not augment. The defaults

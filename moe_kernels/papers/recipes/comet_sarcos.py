@@ -1,4 +1,4 @@
-"""Paper 000, appendix A.5: COMET against the dense MLP on a regression, SARCOS: one torque from 21 numbers.
+"""COMET fixed routing, appendix A.5: COMET against the dense MLP on a regression, SARCOS: one torque from 21 numbers.
 
 The paper: 4 layers of 100, 500 or 1000 neurons, p = 0.1, 0.5 or 0.9, SGD at 1e-2, 50 epochs, three seeds, on the
 published files (sarcos_inv.mat, sarcos_inv_test.mat). The paper does not say whether it scales them. Here inputs and

@@ -1,4 +1,4 @@
-"""Paper 000, section 4.2.2 and appendix A.3: COMET in the feed-forward layers of a vision transformer.
+"""COMET fixed routing, section 4.2.2 and appendix A.3: COMET in the feed-forward layers of a vision transformer.
 
 The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 and 6144, patch 4, dropout 0.1, p = 0.5, tanh; Adam at 1e-4 with
 a cosine over 200 epochs of CIFAR-10, SVHN, CIFAR-100 and Tiny ImageNet. The code that the paper builds on has batches

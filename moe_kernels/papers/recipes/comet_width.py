@@ -1,4 +1,4 @@
-"""Paper 000, Figure 4: COMET against the dense MLP on CIFAR-10, by width, with a learning rate for each side and width.
+"""COMET fixed routing, Figure 4: COMET against the dense MLP on CIFAR-10, by width, each side with a rate of its own.
 
 The claim: COMET learns faster if the network is wide. The paper has one rate for all models (1e-4; 1e-3 in Figure 11).
 The best rates of dense and masked networks may differ, so here every model gets the best of four rates. Epochs and

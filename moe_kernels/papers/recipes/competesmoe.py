@@ -1,4 +1,4 @@
-"""Paper 004: CompeteSMoE and its baselines as character-level language models.
+"""CompeteSMoE and its baselines as character-level language models.
 
 The paper trains 6 layers of width 264 and 8 of 352 on enwik8 and text8, with 16 experts and two choices a token. As in
 the paper, the learning rate falls as 1 / sqrt(t) after a warm-up, there is no balance loss by default, and the test

@@ -1,4 +1,4 @@
-"""Paper 002, Table 6: is routing by hand (five experts, two similar digits each) better than a learned gate?
+"""The sparse ViT, Table 6: is routing by hand (five experts, two similar digits each) better than a learned gate?
 
 The network has one transformer layer. In the first half of the steps, side `manual` routes all tokens by the label of
 their image. Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network.

@@ -1,4 +1,4 @@
-"""MoEBERT with the gates of paper 001: the feed-forward layers of a dense model are split into experts.
+"""MoEBERT with the gates of COMET trees: the feed-forward layers of a dense model are split into experts.
 
 The paper splits a BERT-base fine-tuned for GLUE: in each of 12 layers, 3072 neurons into 4 experts of 768. The 512 most
 important neurons are in every expert. Then the dense model teaches the split one, layer by layer. By default a small

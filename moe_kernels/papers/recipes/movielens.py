@@ -1,4 +1,4 @@
-"""Paper 001: gates and local search on MovieLens, two tasks, 16 experts (Table 1).
+"""COMET trees: gates and local search on MovieLens, two tasks, 16 experts (Table 1).
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
 cross-entropy) and 0.1 (rating, squared error over the rows that have one). Sides with "+" learn a permutation of the

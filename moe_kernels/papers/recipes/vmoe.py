@@ -1,4 +1,4 @@
-"""The sparse ViT of paper 002 and V-MoE (paper 003, a survey) on images, with several ways of routing.
+"""The sparse ViT and V-MoE, with E^3 and THOR, on images, with several ways of routing.
 
 V-MoE selects every second block, counted from the last, and puts experts into the last two of these ("last-2") or into
 all ("every-2", here --moe-layers 99). By default V-MoE has two choices a token and capacity factor 1.05, and routes in
@@ -6,7 +6,7 @@ groups of 8 images. `bpr` and `bpr_sum` add Batch Prioritized Routing, by a toke
 ensemble of two members in one network, with V-MoE's capacity and losses. The sparse ViT has experts in every block.
 Side `sparsified` trains with dense gates, then only its new sparse gates, then everything. `matched` is a dense model
 so wide that it has at least as many parameters as `token_choice`. The default sizes are small, for CIFAR-10 on a CPU.
-Paper 002 also pretrains by MAE; this recipe does not.
+The sparse ViT also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from moe_kernels.papers.models.moe import MoEViT
 from moe_kernels.papers.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
 from moe_kernels.papers.recipes._routers import experts_off, forward_with_routing, modules_of, regularisers, second_pass
 
-PAPER_002 = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
-PAPER_003 = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
+SPARSE_VIT = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
+V_MOE = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
 DENSE = ("dense", "matched")
 
 
 @dataclass(frozen=True)
 class VMoE(Recipe):
-    """Sides: PAPER_002 and PAPER_003."""
+    """Sides: SPARSE_VIT and V_MOE."""
 
-    SIDES: ClassVar[tuple[str, ...]] = (*PAPER_002, *PAPER_003)
+    SIDES: ClassVar[tuple[str, ...]] = (*SPARSE_VIT, *V_MOE)
 
     sides: tuple[str, ...] = option(("dense", "vmoe", "bpr"), "ways of routing to compare")
     patch: int = option(4, "pixels of a patch's side; 2 for digits", low=1)
-    dim: int = option(96, "width of the model; paper 002: 192", low=1)
+    dim: int = option(96, "width of the model; the sparse ViT: 192", low=1)
     depth: int = option(4, "blocks; both papers: 6 and more", low=1)
     heads: int = option(4, "heads of attention", low=1)
     hidden: int = option(192, "neurons of an expert, and of a dense feed-forward layer", low=1)
     moe_every: int = option(
-        0, "every n-th block has experts, counted from the last; 0: 1 in paper 002, 2 in paper 003", low=0
+        0, "every n-th block has experts, counted from the last; 0: 1 in the sparse ViT, 2 in V-MoE", low=0
     )
     moe_layers: int = option(
         -1,
-        "only the last so many of the blocks of --moe-every have experts; -1: all in paper 002, 2 in paper 003",
+        "only the last so many of the blocks of --moe-every have experts; -1: all in the sparse ViT, 2 in V-MoE",
         low=-1,
     )
-    experts: int = option(8, "experts of a layer; E^3: of all members together; paper 002: 4", low=2, sweep=True)
-    k: int = option(2, "choices a token of V-MoE, BPR and E^3; paper 002: 1", low=1, sweep=True)
+    experts: int = option(8, "experts of a layer; E^3: of all members together; the sparse ViT: 4", low=2, sweep=True)
+    k: int = option(2, "choices a token of V-MoE, BPR and E^3; the sparse ViT: 1", low=1, sweep=True)
     members: int = option(2, "members of E^3", low=2, sweep=True)
     group: int = option(8, "images whose tokens share the capacity; 0: all of a batch", low=0)
     capacity: float = option(1.05, "capacity factor of V-MoE, BPR and E^3 in training", low=0, sweep=True)
@@ -64,11 +64,11 @@ class VMoE(Recipe):
     )
     balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE, BPR and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
-    inverse_cv: float = option(0.01, "weight of both inverse CV losses of softmax and sparsified (paper 002)", low=0)
+    inverse_cv: float = option(0.01, "weight of the two inverse CV losses of softmax and sparsified", low=0)
     expert_dropout: float = option(
-        0.0, "chance to drop an expert, of softmax and sparsified; paper 002, Table 5: 0.1", low=0, high=1, sweep=True
+        0.0, "chance to drop an expert, of softmax and sparsified; the sparse ViT: 0.1", low=0, high=1, sweep=True
     )
-    experts_off: bool = option(False, "also evaluate without experts (paper 002, Table 5)")
+    experts_off: bool = option(False, "also evaluate without experts (the sparse ViT, Table 5)")
     distill: float = option(1.0, "weight of the distillation to the new gates of sparsified", low=0)
     consistency: float = option(1.0, "alpha, weight of THOR's consistency loss", low=0)
     batch_size: int = option(64, "images of a step", low=1)
@@ -146,9 +146,9 @@ class VMoE(Recipe):
         )
 
     def _expert_blocks(self) -> tuple[int, ...]:
-        paper_002 = self.side in PAPER_002
-        every = self.moe_every or (1 if paper_002 else 2)
-        count = self.moe_layers if self.moe_layers >= 0 else self.depth if paper_002 else 2
+        sparse_vit = self.side in SPARSE_VIT
+        every = self.moe_every or (1 if sparse_vit else 2)
+        count = self.moe_layers if self.moe_layers >= 0 else self.depth if sparse_vit else 2
         blocks = [index for index in range(self.depth) if (self.depth - 1 - index) % every == 0]
         return tuple(blocks[len(blocks) - min(count, len(blocks)) :])
 

@@ -1,4 +1,4 @@
-"""Paper 001, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
+"""COMET trees, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
 
 With hash routing every user has one expert. For fixed weights, the training loss is then a sum over groups of users
 with the same expert. The paper's local search is to find the permutation of the experts with the lowest training loss;

@@ -1,4 +1,4 @@
-"""Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
+"""COMET trees, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
 
 Every trial draws its hyperparameters from the paper's grid for MovieLens (supplement S1.3): the learning rate
 log-uniform in [5e-5, 5e-4], the smooth step's gamma from {0.01, 0.1, 1, 5, 10} (always 10 for COMET with local search),

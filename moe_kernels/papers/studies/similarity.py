@@ -1,4 +1,4 @@
-"""Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
+"""COMET fixed routing, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
 
 As in the paper, there are by default 500 pairs of inputs of length 100. An input has a random integer mu from 0 to 100
 and components from N(mu, 25). The networks have 10 hidden layers of 512 neurons. For every pair the study computes the

@@ -1,4 +1,4 @@
-"""Paper 000, section 4.1.2 and Figure 3: how often is each neuron of a random COMET network active, and are any dead?
+"""COMET fixed routing, section 4.1.2 and Figure 3: how often is each neuron of a random network active; are any dead?
 
 As in the paper, 1000 random networks of 4 linear layers, 3 of them hidden, by default get all images of the data set.
 Each network draws one width N ~ U(100, 1000) for its hidden layers and a sparsity 1 - p ~ U(0.05, 1). A neuron is dead

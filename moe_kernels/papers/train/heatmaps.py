@@ -1,4 +1,4 @@
-"""Heat maps of the experts of image models, over image positions and over classes (paper 002, figures 5 to 14)."""
+"""Heat maps of the experts of image models, over image positions and over classes (the sparse ViT, figures 5 to 14)."""
 
 from __future__ import annotations
 
