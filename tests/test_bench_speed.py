@@ -162,6 +162,12 @@ def test_least_bytes_are_those_of_inputs_and_outputs(op: str, dtype: torch.dtype
         assert entry.least_bytes(SHAPE, dtype, "training") == sum(passes)
 
 
+def test_few_tokens_read_the_nodes_on_their_paths_alone() -> None:
+    """Two tokens on four nodes each, of the thirteen of a tree with seven leaves."""
+    moved = registry.ENTRIES["tree_route"].least_bytes({**SHAPE, "T": 2}, torch.float32, "forward")
+    assert moved == 4 * (2 * D + K * 2 * 4 * D + 2 * K) + 4 * 2 * K
+
+
 @pytest.mark.parametrize("op", MOVED)
 def test_flops_of_every_operation_are_those_of_torchs_counter(op: str) -> None:
     entry = registry.ENTRIES[op]
