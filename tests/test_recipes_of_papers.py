@@ -13,6 +13,7 @@ import moe_kernels as mk
 from moe_kernels.nn import GateOutput, HashGate, MoE
 from moe_kernels.papers import recipes
 from moe_kernels.papers.recipes import Batch, Splits
+from moe_kernels.papers.recipes._text import IGNORED, bits
 from moe_kernels.papers.recipes.competesmoe import CompeteSMoE
 from moe_kernels.papers.recipes.moebert import MoEBERT
 from moe_kernels.papers.recipes.movielens import MovieLens
@@ -143,6 +144,13 @@ def test_thors_losses_are_of_two_passes(name, text):
     divergence = 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
     torch.testing.assert_close(found["consistency"], 3 * divergence, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(found["loss"], own + found["second pass"] + found["consistency"])
+
+
+def test_bits_are_of_the_targets_that_count():
+    """A byte with probability 1/8 takes 3 bits, one with probability 1/2 takes 1; an ignored one takes none."""
+    probs = torch.tensor([[[1 / 8, 3 / 8, 1 / 2], [1 / 2, 1 / 4, 1 / 4], [1 / 3, 1 / 3, 1 / 3]]])
+    total, count = bits(probs.log(), torch.tensor([[0, 0, IGNORED]]))["bits"]
+    assert (total.item(), count) == (pytest.approx(3 + 1), 2)
 
 
 SMALL_GPT = {"dim": 16, "hidden": 12, "depth": 2, "heads": 2, "length": 12, "experts": 4, "batch_size": 8}
