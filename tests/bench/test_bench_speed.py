@@ -21,7 +21,7 @@ from tests.helpers.planted import plant
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import compare, ledger, measure, profile, registry, routing, timing
+from bench import compare, ledger, measure, profile, registry, routing, timing, tracing
 from bench.runs import Run
 from moe_kernels.verify import threads
 from tests.helpers.bench import ROW, run
@@ -173,6 +173,12 @@ def test_least_bytes_are_those_of_inputs_and_outputs(op: str, dtype: torch.dtype
         assert entry.least_bytes(SHAPE, dtype, "training") == sum(passes)
 
 
+def test_few_tokens_read_the_nodes_on_their_paths_alone() -> None:
+    """Two tokens on four nodes each, of the thirteen of a tree with seven leaves."""
+    moved = registry.ENTRIES["tree_route"].least_bytes({**SHAPE, "T": 2}, torch.float32, "forward")
+    assert moved == 4 * (2 * D + K * 2 * 4 * D + 2 * K) + 4 * 2 * K
+
+
 @pytest.mark.parametrize("op", FLOPS)
 def test_flops_are_those_of_the_formulas(op: str) -> None:
     entry = registry.ENTRIES[op]
@@ -257,6 +263,18 @@ def test_memcpy_moves_the_least_bytes_of_the_call(monkeypatch) -> None:
     monkeypatch.setattr(timing, "time_cpu", time_cpu)
     (found,) = measure.run(JOBS[:1], {"1 thread": {"copy": 10.0, "float32": 100.0}}, 0.01)
     assert moved == [found.figures[0]["least_bytes"]] == [2 * 512 * 512 * 4]
+
+
+def test_a_training_steps_peak_is_in_mib(monkeypatch) -> None:
+    taken = iter((3 * 2**20, 5 * 2**20))  # our kernel, then its peer
+    monkeypatch.setattr(tracing, "peak_bytes", lambda call, device: next(taken))
+    sample = timing.Sample(1e-3, 1e-3, 1e-3, 1)
+    monkeypatch.setattr(timing, "time_cpu", lambda calls, budget: dict.fromkeys(calls, sample))
+    job = replace(JOBS[0], direction="training")
+    (found,) = measure.run([job], {"1 thread": {"copy": 10.0, "float32": 100.0}}, 0.01)
+    (figure,) = found.figures
+    assert figure["peak_mib"] == 3
+    assert figure["peers_peak_mib"] == {"torch topk+scatter+mul": 5}
 
 
 def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ import moe_kernels as mk
 from moe_kernels.nn import GateOutput, HashGate, MoE
 from moe_kernels.papers import recipes
 from moe_kernels.papers.recipes import Batch, Splits
+from moe_kernels.papers.recipes._text import IGNORED, bits
+from moe_kernels.papers.recipes.comet_gpt import CometGPT
+from moe_kernels.papers.recipes.comet_sarcos import CometSarcos
 from moe_kernels.papers.recipes.competesmoe import CompeteSMoE
 from moe_kernels.papers.recipes.moebert import MoEBERT
 from moe_kernels.papers.recipes.movielens import MovieLens
 from moe_kernels.papers.recipes.vmoe import VMoE
 from moe_kernels.papers.train import comparison
 from moe_kernels.papers.train.loop import Run
-from tests.helpers.small_sets import images, ratings
+from tests.helpers.small_sets import images, ratings, table
 
 
 def blocks_with_experts(side, **changed):
@@ -142,6 +145,26 @@ def test_thors_losses_are_of_two_passes(name, text):
     divergence = 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
     torch.testing.assert_close(found["consistency"], 3 * divergence, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(found["loss"], own + found["second pass"] + found["consistency"])
+
+
+def test_bits_are_of_the_targets_that_count():
+    """A byte with probability 1/8 takes 3 bits, one with probability 1/2 takes 1; an ignored one takes none."""
+    probs = torch.tensor([[[1 / 8, 3 / 8, 1 / 2], [1 / 2, 1 / 4, 1 / 4], [1 / 3, 1 / 3, 1 / 3]]])
+    total, count = bits(probs.log(), torch.tensor([[0, 0, IGNORED]]))["bits"]
+    assert (total.item(), count) == (pytest.approx(3 + 1), 2)
+
+
+def test_recipes_of_comet_train_what_they_say(text):
+    recipe = CometGPT(sides=("comet",), dim=16, depth=1, heads=2, length=12, warmup=4, steps=24, weight_decay=0.3)
+    task = Run(recipe, 0, recipe.splits(text)).task
+    assert [task.schedule(step) for step in (0, 3, 14, 24)] == pytest.approx([1 / 4, 1, 1 / 2, 0])
+    for group in task.optimiser.param_groups:
+        assert {each.dim() > 1 for each in group["params"]} == {group["weight_decay"] == 0.3}
+    rows = table()
+    recipe = CometSarcos(sides=("standard",), width=(8,), torque=3)
+    run = Run(recipe, 0, Splits(rows, rows.train, rows.test))
+    error = (run.task.predict(rows.test[0])[:, 0] - rows.test[1][:, 2]).square().mean().item()
+    assert run.evaluate()["test error"] == pytest.approx(error, rel=1e-5)
 
 
 SMALL_GPT = {"dim": 16, "hidden": 12, "depth": 2, "heads": 2, "length": 12, "experts": 4, "batch_size": 8}
