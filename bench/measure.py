@@ -16,6 +16,7 @@ from bench import nvml, peers, timing, tracing
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from bench.worker import Worker, WorkerLost
+from moe_kernels.backends import limits as limits_of
 from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
@@ -129,7 +130,17 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
             if not curve:
                 left_out.append(f"{op}: has no shapes called scaling")
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
-    return jobs, list(dict.fromkeys(left_out))
+    fitting = [replace(job, backends=_fitting(job)) for job in jobs]
+    return [job for job in fitting if job.backends], list(dict.fromkeys(left_out))
+
+
+def _fitting(job: Job) -> tuple[str, ...]:
+    """The job's backends whose kernels take sizes as large as those of its shape."""
+
+    def fits(backend: str) -> bool:
+        return all(job.shape.get(size, 0) <= most for size, most in limits_of(backend, job.op, job.device))
+
+    return tuple(backend for backend in job.backends if fits(backend))
 
 
 def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[Shape]:

@@ -121,13 +121,14 @@ cudaError_t combine_bwd(int dtype,
                         cudaStream_t stream);
 
 // Sinkhorn's iteration (definition: python_ref/sinkhorn.py): normalises the rows, then the columns of exp(scores /
-// tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal.
+// tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal. n is at
+// most 64.
 cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
                          int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // per matrix: 8 bytes if n <= 64; else (n, n) float32, or none for float32
+                         void* scratch,  // per matrix: 8 bytes
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
@@ -144,8 +145,7 @@ cudaError_t sinkhorn_bwd(int dtype,
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
                          int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         // per matrix: (iterations, 2, n) float64, then 8 bytes if n <= 64, else (n, n) float64
-                         void* scratch,
+                         void* scratch,  // per matrix: (iterations, 2, n) float64, then 8 bytes
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums

@@ -1,12 +1,11 @@
-// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a
-// matrix stays in the registers of 1 to 256 threads, a larger one in memory (sinkhorn_streamed). There are two forms:
+// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). A matrix stays in the
+// registers of 1 to 256 threads, so n is at most 64. There are two forms:
 // * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Possible
 //   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
 //
-// Up to n = 64 each form is a kernel of its own. With one tau and no prescribed sums the scaled kernel runs first, and
-// flags the matrices that it leaves to the logarithmic kernel. Above n = 64 one forward kernel has both forms, and
-// backward is logarithmic.
+// Each form is a kernel of its own. With one tau and no prescribed sums the scaled kernel runs first, and flags the
+// matrices that it leaves to the logarithmic kernel.
 //
 // From n = 9 on the scaled form may stop early:
 // * Forward: when an iteration changes no bit of v, since later ones would not either.
@@ -17,7 +16,6 @@
 // The scaled backward pass is in double, because the terms of a gradient can cancel.
 #include "moe/cuda/launch.cuh"
 #include "ops.h"
-#include "sinkhorn_streamed.cuh"
 #include "sinkhorn_tile.cuh"
 
 namespace moe {
@@ -353,17 +351,13 @@ cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, vo
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
   return (dtype == float32 || dtype == bfloat16 || dtype == float16) && iterations > 0 && batch >= 0 &&
-         batch <= INT32_MAX && n >= 0 && n <= kLargest;
+         batch <= INT32_MAX && n >= 0 && n <= WholeBlock::kN;
 }
 
 // Whether a matrix has as many bytes of scratch memory as ops.h says.
-bool fits(int dtype, int64_t scratch_stride, int64_t n) {
-  if (n <= WarpGroup::kN) return scratch_stride >= 8 && scratch_stride % 8 == 0;
-  return dtype == float32 || scratch_stride >= 4 * n * n;
-}
+bool fits(int64_t scratch_stride) { return scratch_stride >= 8 && scratch_stride % 8 == 0; }
 bool fits_bwd(int64_t scratch_stride, int64_t iterations, int64_t n) {
-  const int64_t left = scratch_stride / 8 - (n <= WholeBlock::kN ? 1 : n * n);
-  return scratch_stride % 8 == 0 && left >= 0 && left / (2 * n) >= iterations;
+  return fits(scratch_stride) && (scratch_stride / 8 - 1) / (2 * n) >= iterations;
 }
 
 }  // namespace
@@ -374,7 +368,7 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
                          cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
-  if (!fits(dtype, scratch_stride, n)) return cudaErrorInvalidValue;
+  if (!fits(scratch_stride)) return cudaErrorInvalidValue;
   const Matrices from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
   const Sums sums{rows, columns, tolerance, nullptr, nullptr};
@@ -382,14 +376,8 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
                         : n <= Quad::kN      ? launch_resident<Quad>
                         : n <= HalfWarp::kN  ? launch_resident<HalfWarp>
                         : n <= Warp::kN      ? launch_resident<Warp>
-                        : n <= WarpGroup::kN ? launch_resident<WarpGroup>
-                                             : nullptr;
-  if (resident != nullptr) {
-    return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
-  }
-  float* const k = static_cast<float*>(dtype == float32 ? p : scratch);
-  return launch(sinkhorn_streamed_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
-                Streamed::shared_bytes(n), stream, from, p, k, cooling, sums, static_cast<int>(n));
+                                             : launch_resident<WarpGroup>;
+  return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
 }
 
 cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
@@ -405,18 +393,13 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   const Sums sums{rows, columns, tolerance, drows, dcolumns};
   double* const room = static_cast<double*>(scratch);
   const int64_t stride = scratch_stride / 8;
-  const auto resident = n <= Thread::kN       ? launch_resident_bwd<Thread>
-                        : n <= Quad::kN       ? launch_resident_bwd<Quad>
-                        : n <= HalfWarp::kN   ? launch_resident_bwd<HalfWarp>
-                        : n <= TwoWarps::kN   ? launch_resident_bwd<TwoWarps>
-                        : n <= WholeBlock::kN ? launch_resident_bwd<WholeBlock>
-                                              : nullptr;
-  if (resident != nullptr) {
-    const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);
-    return resident(dp, from, dscores, room, stride, cooling, flags, sums, batch, n, stream);
-  }
-  return launch(sinkhorn_streamed_bwd_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
-                Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, sums, static_cast<int>(n));
+  const auto resident = n <= Thread::kN     ? launch_resident_bwd<Thread>
+                        : n <= Quad::kN     ? launch_resident_bwd<Quad>
+                        : n <= HalfWarp::kN ? launch_resident_bwd<HalfWarp>
+                        : n <= TwoWarps::kN ? launch_resident_bwd<TwoWarps>
+                                            : launch_resident_bwd<WholeBlock>;
+  const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);
+  return resident(dp, from, dscores, room, stride, cooling, flags, sums, batch, n, stream);
 }
 
 }  // namespace moe

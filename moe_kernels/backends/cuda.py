@@ -63,16 +63,11 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """Scratch for each matrix, (B, bytes).
 
-    First, in backward, are two vectors of n doubles for each iteration. If n <= 64, a flag of 8 bytes follows: whether
-    the matrix needs the logarithmic form (csrc/cuda/sinkhorn.cu). If n > 64, a matrix follows: of doubles in backward,
-    of floats in forward (none if scores are float32).
+    First, in backward, are two vectors of n doubles for each iteration. A flag of 8 bytes follows: whether the matrix
+    needs the logarithmic form (csrc/cuda/sinkhorn.cu).
     """
     batch, n, _ = scores.shape
-    if backward:
-        size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)
-    else:
-        size = 8 if n <= 64 else 4 * n * n if scores.dtype != torch.float32 else 0
-    return scores.new_empty((batch, size), dtype=torch.uint8)
+    return scores.new_empty((batch, 16 * n * iterations * backward + 8), dtype=torch.uint8)
 
 
 def _supports(target: str, dtype: torch.dtype) -> str | None:
@@ -103,7 +98,7 @@ TREE_GATE_ROUNDS = True  # kernels round gates and leaf probabilities to the dty
 
 # The C++ launchers refuse larger sizes than these.
 def sinkhorn_limits(target: str) -> dict[str, int]:
-    return {"n": 1024}
+    return {"n": 64}
 
 
 def tree_gate_limits(target: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ kernel that disagrees there is compared with the definition on the CPU too, and 
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,7 +133,8 @@ def check(
     part: tuple[int, int] = (0, 1),
     begun: Callable[[str], None] = lambda name: None,
 ) -> Row:
-    """The Row of one operation, backend and dtype, from all cases; the first exception ends them.
+    """The Row of one operation, backend and dtype, from all cases whose sizes the backend takes; the first exception
+    ends them.
 
     part: (i, n) takes part i of n of the cases, which are in an order in which neighbours share compiled kernels;
     `together` makes one Row of the n. begun: gets each case's name.
@@ -144,6 +146,8 @@ def check(
     try:  # around all cases: after a fault on a GPU every later call may raise
         with threads(1):
             for name, inputs in islice(operation.cases(dtype, device, small), first, end):
+                if _too_large(op, backend, inputs, device):
+                    continue
                 begun(name)
                 count += 1
                 with poisoned(), threads(cores if _is_large(inputs) else 1):
@@ -211,6 +215,15 @@ def _excess(error: float, allowed: float) -> float:
     if error == allowed == 0:
         return 0.0
     return error / allowed if 0 < allowed < math.inf else math.inf
+
+
+def _too_large(op: str, backend: str, inputs: Inputs, device: str) -> bool:
+    """Whether a size of the inputs is above the largest that the backend's kernels take."""
+    if op not in backends.SIZES:
+        return False
+    sizes_of = backends.SIZES[op]
+    sizes = sizes_of(**{name: inputs[name] for name in inspect.signature(sizes_of).parameters})
+    return backends.too_large(sizes, backends.limits(backend, op, device)) is not None
 
 
 def _is_large(inputs: Inputs) -> bool:

@@ -108,6 +108,17 @@ def test_a_gpu_run_begins_with_the_aims_in_16_bits() -> None:
     assert all(job.curve for job in ordered[-20:])
 
 
+def test_a_kernel_is_not_measured_on_sizes_above_its_limits() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    rows = [Row("sinkhorn", backend, "float32", "cuda", 1, 0.0, 0.0, "ok", "") for backend in ("triton", "cuda")]
+    jobs, _ = measure.plan(rows, measure.Request("papers"))
+    measured = {(job.shape["n"], job.backends) for job in jobs if not job.curve}
+    assert measured == {(4, ("triton", "cuda")), (16, ("triton", "cuda")), (64, ("triton", "cuda")), (256, ("triton",))}
+    assert {job.backends for job in jobs if job.curve and job.shape["n"] == 512} == {("triton",)}
+    jobs, _ = measure.plan(rows[1:], measure.Request("papers"))
+    assert max(job.shape["n"] for job in jobs) == 64
+
+
 @pytest.mark.usefixtures("tiny")
 def test_results_are_written_during_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(runs, "WRITE_SECONDS", 0)

@@ -89,7 +89,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
 
 
 SIZES = [  # operation, function of n that makes its tensors, backend, smallest n that the kernel does not take
-    ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
+    ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 65),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),
     ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), "cuda", 4097),

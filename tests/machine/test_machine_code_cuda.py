@@ -50,7 +50,7 @@ INSTRUCTIONS = {
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
     r"sinkhorn_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.128", r"FFMA", r"MUFU\.EX2", r"MUFU\.RCP"],
     r"sinkhorn_log_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.128", r"DFMA", r"MUFU\.EX2"],
-    r"sinkhorn_((streamed|log)_)?bwd_kernel.*": [r"DFMA"],
+    r"sinkhorn_(log_)?bwd_kernel.*": [r"DFMA"],
     r"grouped_gemm_(wgrad_)?kernel<.*>": [r"HMMA\.16816\.F32", r"LDSM\.16\.M88\.4|LDSM\.16\.MT88\.4"],
     r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, 16>.*>": [r"LDGSTS\.E\.BYPASS\..*128"],
     r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, 4>.*>": [r"LDGSTS\.E\..*ZFILL"],
