@@ -409,6 +409,15 @@ def test_round_robin_alternates_operations() -> None:
     assert [job.op for job in ordered[:4]] == ["kwta", "dispatch"] * 2
 
 
+def test_round_robin_begins_with_narrow_dtypes() -> None:
+    job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
+    jobs = [job, replace(job, op="dispatch"), replace(job, dtype=torch.bfloat16), replace(job, curve=True)]
+    ordered = measure.round_robin(jobs)
+    assert [(each.op, each.dtype.itemsize, each.curve) for each in ordered] == [
+        ("kwta", 2, False), ("kwta", 4, False), ("dispatch", 4, False), ("kwta", 4, True),
+    ]  # fmt: skip
+
+
 def test_a_job_without_time_is_reported() -> None:
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
     (found,) = measure.run([job], {}, 0.1, until=time.monotonic() - 1)

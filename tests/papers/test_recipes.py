@@ -267,6 +267,22 @@ def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
     assert changed[2] == changed[3] == before.keys() - experts
 
 
+def test_shuffled_pairs_differ_by_seed_and_tied_masks_keep_the_first_neurons():
+    digits, found = data.load("digits"), []
+    for seed in (0, 1):
+        run = Run(
+            Manual(sides=("shuffled",), dim=16, heads=2, hidden=12), seed, Splits(digits, digits.train, digits.test)
+        )
+        found.append(run.task.model.blocks.blocks[0].block.ffn.gate.first.assignment.tolist())
+        assert sorted(found[-1]) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert found[0] != found[1]
+    points = images()
+    tied = Run(comet.Comet(sides=("tied",), width=(20,), keep=0.3), 0, Splits(points, points.train, points.test))
+    tied.task.model.eval()
+    for layer in tied.task.routing(next(tied.test_batches())):
+        assert layer.active.sum(0).tolist() == [40] * 6 + [0] * 14
+
+
 def test_a_split_with_all_neurons_is_the_dense_model(text):
     """If every expert has every neuron and the learning rate is 0, the split model (the student) equals the dense model
     (the teacher) with any routing."""
