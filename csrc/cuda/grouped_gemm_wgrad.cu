@@ -8,11 +8,8 @@
 namespace moe {
 namespace {
 
-// Rows that start and end at multiples of 16 bytes take LargeTile (gemm.cuh), or SmallTile if large tiles would be
-// fewer than kFewBlocks. Multiples of only 4 or 2 bytes take SmallEvenTile or SmallUnalignedTile.
-using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
-using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
-using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
+// Replaces LargeTile (gemm.cuh) if large tiles would be fewer than kFewBlocks.
+using SmallTile = Tile<64, 64, 32, 2, 2>;
 constexpr int64_t kFewBlocks = 2 * 108;  // two for each SM of an A100
 
 template <class T>
@@ -126,14 +123,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);
   constexpr int kPieces = Tile::kN / kPiece;
-  const bool vectorized = dout % kPiece == 0;
   T* const dweight = call.dweight + expert * call.din * call.dout;
   for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
     const int row = i / kPieces, c = i % kPieces * kPiece;
     if (m + row >= din || n + c >= dout) continue;
     Piece values;
     read_sums(staged_sums + row * Tile::kPitch + c, values);
-    write_piece(dweight + int64_t(m + row) * dout + n + c, dout - n - c, vectorized, values);
+    write_piece(dweight + int64_t(m + row) * dout + n + c, kPiece, true, values);
   }
 }
 
@@ -158,15 +154,13 @@ cudaError_t launch_wgrad(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
   call.vectorized_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
   call.bias_tiles = call.dbias ? static_cast<int>((call.dout + kBiasColumns - 1) / kBiasColumns) : 0;
-  const auto divides = [&](int64_t bytes) {  // whether rows of x and grad start and end at multiples of `bytes`
-    return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
-                       {call.x, call.grad});
-  };
+  if (call.din > 0 &&
+      !rows_divide(16, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
+                   {call.x, call.grad})) {
+    return cudaErrorInvalidValue;
+  }
   const bool few = blocks(call, LargeTile::kM, LargeTile::kN) < kFewBlocks;
-  return !divides(4)    ? launch_with_tile<T, SmallUnalignedTile>(call, stream)
-         : !divides(16) ? launch_with_tile<T, SmallEvenTile>(call, stream)
-         : few          ? launch_with_tile<T, SmallTile>(call, stream)
-                        : launch_with_tile<T, LargeTile>(call, stream);
+  return few ? launch_with_tile<T, SmallTile>(call, stream) : launch_with_tile<T, LargeTile>(call, stream);
 }
 
 }  // namespace

@@ -151,6 +151,10 @@ cudaError_t sinkhorn_bwd(int dtype,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums
                          cudaStream_t stream);
 
+// The factors of grouped GEMMs: rows of x and of weight (contiguous along Dout, or along Din if transposed) must start
+// and end at multiples of 16 bytes. If the activation is gated and the weight not transposed, so must both halves of a
+// row of the weight. native/grouped_gemm_cuda.py copies what does not.
+
 // out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. A gated activation is
 // act(gate) * linear: the first half of a row of x W + b are gates, the second half linear parts.
 cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
@@ -169,8 +173,9 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16
                              void* pre,                  // receives x W + b: (R, Dout) contiguous; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r. For the second layer of
-// an expert MLP, x is `weighted` of expert_mlp_bwd_hidden: dW_e includes row_weight already.
+// Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r. Unless Din is 0, rows of
+// x and grad must start and end at multiples of 16 bytes. For the second layer of an expert MLP, x is `weighted` of
+// expert_mlp_bwd_hidden: dW_e includes row_weight already.
 cudaError_t grouped_gemm_bwd_weight(int dtype,            // bfloat16 or float16
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,

@@ -1,4 +1,8 @@
-"""The grouped GEMM, expert MLP and expert norms on CUDA tensors: csrc/cuda/grouped_gemm*.cu and expert_*.cu."""
+"""The grouped GEMM, expert MLP and expert norms on CUDA tensors: csrc/cuda/grouped_gemm*.cu and expert_*.cu.
+
+The kernels copy 16 bytes at a time. A factor whose rows do not all start and end at multiples of 16 bytes is copied
+first, with zeros after every row.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.sizes import GATED
+from moe_kernels.sizes import GATED, aligned
 
+PIECE = 8  # elements in 16 bytes
 COLUMNS = 128  # columns of a tile in kernels that write one partial sum per row and tile
 
 
@@ -21,6 +26,7 @@ def grouped_gemm_fwd(
     num_rows, width = (x if row_token is None else row_token).shape[0], weight.shape[2]
     out = x.new_empty((num_rows, width // 2 if activation in GATED else width))
     pre = x.new_empty((num_rows if keep_pre else 0, width))
+    x, weight = _factors(x, weight, parts=2 if activation in GATED else 1)
     native.call(
         "grouped_gemm_fwd", x, x.dtype, (x, x.dtype, 2), x.stride(0), (row_token, torch.int32, 1),
         *_weight(weight, x.dtype), (expert_offsets, torch.int32, 1), *_bias(bias, x.dtype),
@@ -32,23 +38,28 @@ def grouped_gemm_fwd(
 def grouped_gemm_bwd_weight(
     native, x, grad, expert_offsets, x_token, grad_token, with_bias, row_weight=None
 ) -> tuple[Tensor, Tensor]:
-    num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    dweight = x.new_empty((num_experts, din, dout))
-    dbias = x.new_empty((num_experts if with_bias else 0, dout))
+    (_, din), (_, dout), num_experts = x.shape, grad.shape, expert_offsets.shape[0] - 1
+    if din > 0:
+        x, grad = _whole(x, _up(din)), _whole(grad, _up(dout))
+    rows, columns = x.shape[1], grad.shape[1]
+    dweight = x.new_empty((num_experts, rows, columns))
+    dbias = x.new_empty((num_experts if with_bias else 0, columns))
     native.call(
         "grouped_gemm_bwd_weight", x, x.dtype, (x, x.dtype, 2), x.stride(0), (x_token, torch.int32, 1),
         (grad, x.dtype, 2), grad.stride(0), (grad_token, torch.int32, 1), (expert_offsets, torch.int32, 1),
         (row_weight, torch.float32, 1), (dweight, x.dtype, 3), (dbias if with_bias else None, x.dtype, 2),
-        (x if x_token is None else x_token).shape[0], num_experts, din, dout,
+        (x if x_token is None else x_token).shape[0], num_experts, rows, columns,
     )  # fmt: skip
-    return dweight, dbias
+    return dweight[:, :din, :dout].contiguous(), dbias[:, :dout].contiguous()
 
 
 def expert_mlp_bwd_hidden(
     native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation, b_out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight, num_rows = w_out.transpose(1, 2), pre.shape[0]
-    num_experts, dim, hidden = weight.shape
+    num_rows, hidden = pre.shape[0], w_out.shape[1]
+    grad, weight = _factors(grad, w_out.transpose(1, 2))
+    if b_out is not None and b_out.shape[1] != weight.shape[1]:
+        b_out = _padded(b_out, weight.shape[1])
     dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((num_rows, hidden))
     partial = _partial(row_weight, num_rows, hidden)
     native.call(
@@ -56,7 +67,7 @@ def expert_mlp_bwd_hidden(
         (row_token, torch.int32, 1), *_weight(weight, grad.dtype), (expert_offsets, torch.int32, 1),
         (row_weight, torch.float32, 1), *_bias(b_out, grad.dtype), (pre, grad.dtype, 2),
         ACTIVATIONS[activation], (dpre, grad.dtype, 2), (weighted, grad.dtype, 2), (partial, torch.float32, 2),
-        num_rows, num_experts, dim, hidden,
+        num_rows, *weight.shape,
     )  # fmt: skip
     return dpre, weighted, partial.sum(0)
 
@@ -77,12 +88,48 @@ def grouped_gemm_norms(
     native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
     partial = _partial(rows, rows.shape[0], weight.shape[2])
+    rows, weight = _factors(rows, weight)
     native.call(
         "grouped_gemm_norms", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
         *_weight(weight, rows.dtype), (expert_offsets, torch.int32, 1), *_bias(bias, rows.dtype),
         (partial, torch.float32, 2), rows.shape[0], *weight.shape,
     )  # fmt: skip
     return partial.sum(0)
+
+
+def _factors(x: Tensor, weight: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """x (..., Din) and weight (E, Din, Dout), where necessary as copies with zeros for further indices of Din.
+
+    The copy of a weight is contiguous along Din: then its Dout columns, in `parts` that kernels read apart, may end
+    anywhere.
+    """
+    din = _up(max(x.shape[1], 1))
+    if weight.stride(2) != 1:
+        weight = _whole(weight.mT, din).mT
+    elif weight.shape[1] != din or not _is_whole(weight, parts):
+        weight = _padded(weight.mT, din).mT
+    return _whole(x, din), weight
+
+
+def _up(n: int) -> int:
+    return -(-n // PIECE) * PIECE
+
+
+def _whole(x: Tensor, width: int) -> Tensor:
+    """x if it has `width` columns and its rows are whole, else a copy with zeros for further columns."""
+    return x if x.shape[-1] == width and _is_whole(x) else _padded(x, width)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    copy = x.new_zeros((*x.shape[:-1], width))
+    copy[..., : x.shape[-1]] = x
+    return copy
+
+
+def _is_whole(x: Tensor, parts: int = 1) -> bool:
+    """Whether all rows, or `parts` of equal length of every row, start and end at multiples of 16 bytes."""
+    starts = *x.stride()[:-1], x.shape[-1] // parts
+    return aligned(x, 16) and all(each % PIECE == 0 for each in starts)
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:

@@ -5,18 +5,11 @@
 
 namespace moe {
 
-// Starts a copy of `valid` bytes from global memory at `source` to shared memory, followed by zeros up to BYTES bytes.
-// Both addresses are multiples of BYTES. With valid == 0 nothing is read, and `source` may lie outside its matrix.
-template <int BYTES>
-__device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
-  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+// Starts a copy of `valid` bytes from global memory at `source` to shared memory, followed by zeros up to 16 bytes.
+// Both addresses are multiples of 16 bytes. With valid == 0 nothing is read, and `source` may lie outside its matrix.
+__device__ __forceinline__ void async_copy(void* destination, const void* source, int valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(destination));
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(valid) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(source), "n"(BYTES), "r"(valid)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(valid) : "memory");
 }
 
 // Makes a group of this thread's copies since the last call.

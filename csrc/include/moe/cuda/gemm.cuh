@@ -1,7 +1,8 @@
-// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16. cp.async (plain loads and stores for unaligned
-// rows) copies both factors to shared memory, ldmatrix loads fragments of the factors, and mma.sync adds products of
-// fragments to float32 sums in registers. Shared memory is a ring of stages; a stage holds both factors for some
-// consecutive k.
+// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16. cp.async copies both factors to shared memory,
+// ldmatrix loads fragments of the factors, and mma.sync adds products of fragments to float32 sums in registers. Shared
+// memory is a ring of stages; a stage holds both factors for some consecutive k.
+//
+// Every row of a factor starts and ends at a multiple of 16 bytes.
 //
 // Each factor has an outer index and the common index k. A factor that is contiguous along k is staged with a row for
 // each outer index (AlongK). A factor that is contiguous along the outer index is staged with a row for each k
@@ -14,16 +15,14 @@
 
 namespace moe {
 
-constexpr int kPiece = 8;  // elements in 16 bytes: the largest copy of cp.async, and a row of an ldmatrix matrix
+constexpr int kPiece = 8;  // elements in 16 bytes: a copy of cp.async, and a row of an ldmatrix matrix
 
 // A block computes M x N sums; a stage holds the factors of K terms of each sum. A piece is kPiece neighbouring
-// elements of a row. COPY: bytes of a copy to shared memory. 16 requires that every row starts and ends at a multiple
-// of 16 bytes, 4 that every row starts at a multiple of 4 bytes.
-template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
+// elements of a row, inside or outside of the row as a whole.
+template <int M, int N, int K, int WARPS_M, int WARPS_N>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
-  static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements of a stage
   // Floats from row to row of the sums in shared memory. With N + 8, stage_sums writes them without bank conflicts.
   static constexpr int kPitch = N + 8;
@@ -32,10 +31,8 @@ struct Tile {
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
-using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
-using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
-using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
-using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
+using LargeTile = Tile<128, 128, 32, 2, 2>;
+using FewRowsTile = Tile<32, 128, 64, 1, 4>;
 
 // The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads 8 rows at once, of each
 // row the piece with the same number. To avoid bank conflicts, these 8 pieces must be in different 16-byte parts of
@@ -46,37 +43,6 @@ __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
   static_assert(kPieces == 4 || kPieces % 8 == 0);
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
-}
-
-// How many elements of a piece are inside its row. left: elements from the piece's start to the row's end, maybe
-// negative. With COPY 16, a piece is inside or outside as a whole.
-template <int COPY>
-__device__ __forceinline__ int piece_length(int left) {
-  if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
-  return min(max(left, 0), kPiece);
-}
-
-// Copies the first `valid` elements of a piece, and zeros for the others. If COPY is 16, `valid` must be 8 or 0.
-template <int COPY, class T>
-__device__ __forceinline__ void copy_piece(T* destination, const T* source, int valid) {
-  if constexpr (COPY == 16) {
-    async_copy<16>(destination, source, 2 * valid);
-  } else if constexpr (COPY == 4) {
-#pragma unroll
-    for (int w = 0; w < kPiece / 2; w++) {
-      const int bytes = min(max(2 * valid - 4 * w, 0), 4);
-      async_copy<4>(destination + 2 * w, source + (bytes > 0 ? 2 * w : 0), bytes);
-    }
-  } else {
-    const auto* bits = reinterpret_cast<const uint16_t*>(source);
-    uint32_t words[kPiece / 2];
-#pragma unroll
-    for (int w = 0; w < kPiece / 2; w++) {
-      const uint32_t low = 2 * w < valid ? load(bits + 2 * w) : 0;
-      words[w] = low | (2 * w + 1 < valid ? uint32_t(load(bits + 2 * w + 1)) << 16 : 0);
-    }
-    *reinterpret_cast<uint4*>(destination) = {words[0], words[1], words[2], words[3]};
-  }
 }
 
 // OUTER rows of a matrix that is contiguous along k; some may be rows of zeros instead. Each thread copies one
@@ -107,15 +73,13 @@ class AlongK {
 
   __device__ void copy(T* stage, int k, int num_k) {
     const int piece = threadIdx.x % kPieces, column = k + piece * kPiece;
-    const int valid = piece_length<Tile::kCopy>(num_k - column);
-    const uint32_t inside = valid ? inside_ : 0;
+    const uint32_t inside = column < num_k ? inside_ : 0;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
-      // Moves bit i of `inside` to bit 3: the result is kPiece (8) or 0.
-      const int whole = (i < 3 ? inside << (3 - i) : inside >> (i - 3)) & kPiece;
-      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row, piece), rows_[i] + column,
-                              Tile::kCopy == 16 ? whole : whole ? valid : 0);
+      // Moves bit i of `inside` to bit 4: the result is 16 or 0.
+      const int bytes = (i < 4 ? inside << (4 - i) : inside >> (i - 4)) & 16;
+      async_copy(stage + staged_offset<kColumns>(row, piece), rows_[i] + column, bytes);
     }
   }
 };
@@ -129,7 +93,7 @@ class AcrossK {
 
   const T* next_;  // the piece that this thread copies next
   int64_t apart_;  // elements from one of this thread's rows to its next row
-  int valid_;      // elements of this thread's piece that are inside a row
+  int bytes_;      // 16, or 0 if this thread's piece is outside of a row
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 
@@ -144,14 +108,14 @@ class AcrossK {
       : apart_(kRowsAtOnce * stride) {
     const int column = threadIdx.x % kPieces * kPiece;
     next_ = matrix + row(0) * stride + column_at(column);
-    valid_ = piece_length<Tile::kCopy>(columns_left(column));
+    bytes_ = columns_left(column) > 0 ? 16 : 0;
   }
 
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++, next_ += apart_) {
-      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), next_,
-                              k + row(i) < num_k ? valid_ : 0);
+      async_copy(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), next_,
+                 k + row(i) < num_k ? bytes_ : 0);
     }
   }
 };
@@ -166,7 +130,7 @@ class GatheredAcrossK {
   const T* columns_;  // this thread's piece of row 0
   int64_t stride_;
   const int32_t* index_;
-  int valid_;
+  int bytes_;
   int32_t next_[kRows];  // indices of the rows that the next call of `copy` copies
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
@@ -188,15 +152,15 @@ class GatheredAcrossK {
       : stride_(stride), index_(index) {
     const int column = first_column + threadIdx.x % kPieces * kPiece;
     columns_ = matrix + column;
-    valid_ = piece_length<Tile::kCopy>(num_columns - column);
+    bytes_ = column < num_columns ? 16 : 0;
     look_up(0, num_k);
   }
 
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces),
-                              columns_ + next_[i] * stride_, next_[i] >= 0 ? valid_ : 0);
+      async_copy(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
+                 next_[i] >= 0 ? bytes_ : 0);
     }
     look_up(k + Tile::kK, num_k);
   }

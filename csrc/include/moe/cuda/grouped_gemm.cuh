@@ -13,6 +13,8 @@ namespace moe {
 // With fewer rows per expert on average, FewRowsTile replaces LargeTile.
 constexpr int64_t kFewRows = 64;
 
+// Rows of x, and of the weight rows of Dout (of Din if transposed), must start and end at multiples of 16 bytes; if
+// columns are gated, also both halves of a row of Dout.
 template <class T>
 struct GroupedGemm {
   const T* x;                     // (R, Din), or (tokens, Din) with row_token
@@ -160,19 +162,16 @@ cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epil
   if (gemm.num_rows == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1;
-  const auto divides = [&](int64_t bytes) {  // whether all rows start and end at multiples of `bytes`
-    const int64_t width = gemm.transposed ? 0 : gemm.dout / column_parts;
-    return rows_divide(bytes, width * kSize,
-                       {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize,
-                        gemm.expert_stride * kSize},
-                       {gemm.x, gemm.weight});
-  };
+  const int64_t width = gemm.transposed ? 0 : gemm.dout / column_parts;
+  if (!rows_divide(16, width * kSize,
+                   {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
+                   {gemm.x, gemm.weight})) {
+    return cudaErrorInvalidValue;
+  }
   const auto with = [&](auto tile) {
     return gemm.transposed ? launch_with_tile<T, decltype(tile), true>(gemm, epilogue, stream)
                            : launch_with_tile<T, decltype(tile), false>(gemm, epilogue, stream);
   };
-  if (!divides(4)) return with(UnalignedTile{});
-  if (!divides(16)) return with(EvenTile{});
   return gemm.num_rows < kFewRows * gemm.num_experts ? with(FewRowsTile{}) : with(LargeTile{});
 }
 
