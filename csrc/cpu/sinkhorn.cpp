@@ -6,11 +6,11 @@
 // other (Part).
 //
 // The iteration is written in three forms. Two scale the rows and columns of exp(scores / tau), in float and in double
-// (sinkhorn_scaled.h; sinkhorn_small.h if n = 4). The third computes logarithms in double: instead of the scales u and
-// v it has the potentials -tau log(u) and -tau log(v) (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py). The
-// scaled forms are written for sums of one, a given number of iterations and one tau. So prescribed sums, a tolerance
-// or a tau that changes take potentials. Otherwise each matrix takes the cheapest form that tau, the range and the type
-// of its scores allow. The backward of both scaled forms is in double.
+// (sinkhorn_scaled.h). The third computes logarithms in double: instead of the scales u and v it has the potentials
+// -tau log(u) and -tau log(v) (sinkhorn_log.h; equations in moe_kernels/ops/sinkhorn.py). The scaled forms are written
+// for sums of one, a given number of iterations and one tau. So prescribed sums, a tolerance or a tau that changes take
+// potentials. Otherwise each matrix takes the cheapest form that tau, the range and the type of its scores allow. The
+// backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -20,7 +20,6 @@
 #include "moe/common/cooling.h"
 #include "sinkhorn_log.h"
 #include "sinkhorn_scaled.h"
-#include "sinkhorn_small.h"
 #include "sinkhorn_stage.h"
 
 namespace moe {
@@ -66,11 +65,6 @@ template <class T, bool packed, class Wide, class Forms>
 void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form form, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;
   if (!forms.has(form)) return;
-  if constexpr (packed) {
-    for (int64_t h = 0; scores.n == kSmall && h < Each::parts; h += 2)  // small_forward computes parts h and h + 1
-      small_forward<kSmall, T>(scores, h, forms, form, taus.iterations(), 1 / taus(0));
-    if (scores.n == kSmall) return;
-  }
   for (int64_t h = 0; h < Each::parts; ++h)
     scaled_forward(Each(scores, h, forms, form, form), taus.iterations(), 1 / taus(0), arena);
 }
@@ -89,14 +83,9 @@ template <bool packed, class Wide, class Forms>
 void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooling& taus,
               const Stage<packed, Wide>& grad, Arena arena) {
   using Each = Part<packed, Wide, double>;
-  const bool small = packed && scores.n == kSmall;
-  if constexpr (packed) {
-    for (int64_t h = 0; small && h < Each::parts; h += 2)
-      small_backward<kSmall>(scores, h, forms, taus.iterations(), 1 / taus(0), grad, arena);
-  }
   for (int64_t h = 0; h < Each::parts; ++h) {
     const Each part(scores, h, forms, Form::scaled_float, Form::scaled_double);
-    if (!small) scaled_backward(part, taus.iterations(), 1 / taus(0), grad, arena);
+    scaled_backward(part, taus.iterations(), 1 / taus(0), grad, arena);
     const Each other(scores, h, forms, Form::logarithmic, Form::logarithmic);
     log_backward<packed, Wide>(other, taus, nullptr, grad, arena);
   }

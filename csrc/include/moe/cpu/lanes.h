@@ -151,16 +151,6 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x of normal x, with a relative error of at most about 2^-42: for results that are rounded to float.
-inline Vec<double> reciprocal_for_float(Vec<double> x) {
-#if defined(__AVX512F__)
-  const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
-  return y + y * (error + error * error);
-#else
-  return 1.0 / x;
-#endif
-}
-
 // exp(x) for |x| <= 708 with an error of at most 4 units in the last place, and NaN for NaN. For other x the result has
 // no meaning. Without AVX-512, x = n log 2 + r, and exp(r) is a Taylor polynomial up to r^12. With AVX-512,
 // x = n log(2) / 16 + r, a table has 2^(j / 16) for the low four bits j of n, and the polynomial ends with r^7.
