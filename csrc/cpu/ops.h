@@ -70,9 +70,9 @@
   int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row,     \
                   void* y, int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads);                    \
   int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,            \
-                  const void* weights, const int32_t* row_token, const int32_t* slot_row,                             \
-                  const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,              \
-                  int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);        \
+                  const void* weights, const int32_t* slot_row, const int32_t* expert_offsets, void* drows,           \
+                  void* dweights, int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,      \
+                  int threads);                                                                                       \
   int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,   \
                        int64_t tokens, int threads);                                                                  \
   void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,  \

@@ -191,9 +191,8 @@ cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const 
 }
 
 cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
-                        const void* weights, const int32_t* /*row_token*/, const int32_t* slot_row,
-                        const int32_t* expert_offsets, const int32_t* /*row_choice*/, void* drows, void* dweights,
-                        int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
+                        const void* weights, const int32_t* slot_row, const int32_t* expert_offsets, void* drows,
+                        void* dweights, int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                         cudaStream_t stream) {
   if (!plausible(tokens, k, num_rows, dim) || num_experts < 1) return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;

@@ -111,10 +111,8 @@ cudaError_t combine_bwd(int dtype,
                         const void* rows,               // (R, D), last dimension contiguous
                         int64_t rows_stride,
                         const void* weights,            // (T, K) float32
-                        const int32_t* row_token,       // (R), not read
                         const int32_t* slot_row,        // (T, K)
                         const int32_t* expert_offsets,  // (E + 1)
-                        const int32_t* row_choice,      // (R), not read
                         void* drows,                    // (R, D) contiguous
                         void* dweights,                 // (T, K) float32
                         int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,

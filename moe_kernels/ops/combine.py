@@ -19,7 +19,7 @@ from moe_kernels import backends
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, operators
 from moe_kernels.plan import RoutingPlan
-from moe_kernels.sizes import compute_dtype, contiguous_rows, refuse_bad_rows
+from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows, refuse_bad_rows
 
 
 def combine_fwd(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
@@ -44,12 +44,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *operators.combine_bwd(grad, x, weights, *plan, ctx.backend), *[None] * 5
 
 
-def combine_bwd(grad: Tensor, x: Tensor, weights: Tensor, *plan_and_backend: Any) -> tuple[Tensor, Tensor]:
-    *plan, backend = plan_and_backend
-    row_token, slot_row, expert_offsets, row_choice = (each.contiguous() for each in plan)
+def combine_bwd(grad, x, weights, row_token, slot_row, expert_offsets, row_choice, backend) -> tuple[Tensor, Tensor]:
+    """Implements combine_bwd, which reads neither row_token nor row_choice: `_second` passes them on."""
+    slot_row, expert_offsets = contiguous(slot_row, expert_offsets)
     if backend != "cpu":
         refuse_bad_rows("combine", slot_row, x.shape[0], expert_offsets=expert_offsets)
-    given = *map(contiguous_rows, (grad, x)), weights.contiguous(), row_token, slot_row, expert_offsets, row_choice
+    given = contiguous_rows(grad), contiguous_rows(x), weights.contiguous(), slot_row, expert_offsets
     return backends.load(backend, "combine").combine_bwd(*given)
 
 

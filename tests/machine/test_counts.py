@@ -70,7 +70,7 @@ def routed(dim: int) -> None:
     slot_row, offsets, weights = row.view(64, 2), torch.tensor([0, 128], dtype=torch.int32), torch.rand(64, 2)
     rows = dispatch.dispatch_fwd(x, row // 2, slot_row, offsets)
     combine.combine_fwd(rows, weights, slot_row)
-    combine.combine_bwd(x, rows, weights, row // 2, slot_row, offsets, row % 2)
+    combine.combine_bwd(x, rows, weights, slot_row, offsets)
 
 
 def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():

@@ -22,13 +22,13 @@ def combine_fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_r
     return y
 
 
-def combine_bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
+def combine_bwd(native, grad, rows, weights, slot_row, expert_offsets) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     out_of_range = native.call(
         "combine_bwd", rows, rows.dtype, (grad, rows.dtype, 2), grad.stride(0), (rows, rows.dtype, 2),
-        rows.stride(0), (weights, compute_dtype(rows.dtype), 2), (row_token, torch.int32, 1),
-        (slot_row, torch.int32, 2), (expert_offsets, torch.int32, 1), (row_choice, torch.int32, 1),
-        (drows, rows.dtype, 2), (dweights, weights.dtype, 2), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
+        rows.stride(0), (weights, compute_dtype(rows.dtype), 2), (slot_row, torch.int32, 2),
+        (expert_offsets, torch.int32, 1), (drows, rows.dtype, 2), (dweights, weights.dtype, 2),
+        *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
     )  # fmt: skip
     if out_of_range:
         refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)

@@ -136,13 +136,7 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
 
 @on_device
 def combine_bwd(
-    grad: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    row_token: Tensor,
-    slot_row: Tensor,
-    expert_offsets: Tensor,
-    row_choice: Tensor,
+    grad: Tensor, rows: Tensor, weights: Tensor, slot_row: Tensor, expert_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     if slot_row.numel():
