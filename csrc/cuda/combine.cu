@@ -187,7 +187,13 @@ cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const 
   if (tokens == 0 || dim == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
   const bool vectorized = rows_divide(16, dim * size, {rows_stride * size}, {rows, y});
-  return launch_combine(dtype, vectorized, Forward{rows, rows_stride, weights, slot_row, y, tokens, k, dim}, stream);
+  Forward call{};
+  call.rows = rows, call.rows_stride = rows_stride;
+  call.weights = weights;
+  call.slot_row = slot_row;
+  call.y = y;
+  call.tokens = tokens, call.k = k, call.dim = dim;
+  return launch_combine(dtype, vectorized, call, stream);
 }
 
 cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
@@ -198,8 +204,13 @@ cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const 
   if (tokens == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
   const bool vectorized = rows_divide(16, dim * size, {grad_stride * size, rows_stride * size}, {grad, rows, drows});
-  const Backward call{grad,  grad_stride, rows,     rows_stride, weights,     slot_row, expert_offsets,
-                      drows, dweights,    tokens,   k,           num_experts, num_rows, dim};
+  Backward call{};
+  call.grad = grad, call.grad_stride = grad_stride;
+  call.rows = rows, call.rows_stride = rows_stride;
+  call.weights = weights;
+  call.slot_row = slot_row, call.expert_offsets = expert_offsets;
+  call.drows = drows, call.dweights = dweights;
+  call.tokens = tokens, call.k = k, call.num_experts = num_experts, call.num_rows = num_rows, call.dim = dim;
   return launch_combine(dtype, vectorized, call, stream);
 }
 

@@ -91,28 +91,23 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
   if (!plausible(num_rows, num_experts, dim, hidden) || !is_activation(activation)) return cudaErrorInvalidValue;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    const GroupedGemm<T> gemm{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
-                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
-                              transposed, 0, 0};
+    GroupedGemm<T> gemm{};
+    gemm.x = static_cast<const T*>(grad), gemm.x_stride = grad_stride, gemm.row_token = row_token;
+    gemm.weight = static_cast<const T*>(weight), gemm.transposed = transposed;
+    gemm.expert_stride = expert_stride, gemm.weight_stride = weight_stride;
+    gemm.expert_offsets = expert_offsets;
+    gemm.num_rows = num_rows, gemm.num_experts = num_experts, gemm.din = dim, gemm.dout = hidden;
     const int64_t size = sizeof(T);
-    const bool vectorized = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
-    const bool vectorized_bias =
+    Hidden<T> epilogue{};
+    epilogue.grad = gemm.x, epilogue.grad_stride = grad_stride, epilogue.row_token = row_token;
+    epilogue.b_out = {static_cast<const T*>(b_out), b_out_stride};
+    epilogue.row_weight = row_weight;
+    epilogue.pre = static_cast<const T*>(pre), epilogue.activation = activation;
+    epilogue.dpre = static_cast<T*>(dpre), epilogue.weighted = static_cast<T*>(weighted), epilogue.partial = partial;
+    epilogue.num_rows = num_rows, epilogue.dim = dim, epilogue.hidden = hidden;
+    epilogue.vectorized = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
+    epilogue.vectorized_bias =
         rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
-    const Hidden<T> epilogue{static_cast<const T*>(grad),
-                             grad_stride,
-                             row_token,
-                             {static_cast<const T*>(b_out), b_out_stride},
-                             dim,
-                             row_weight,
-                             static_cast<const T*>(pre),
-                             activation,
-                             static_cast<T*>(dpre),
-                             static_cast<T*>(weighted),
-                             partial,
-                             num_rows,
-                             hidden,
-                             vectorized,
-                             vectorized_bias};
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }

@@ -45,9 +45,12 @@ cudaError_t grouped_gemm_norms(int dtype, const void* rows, int64_t rows_stride,
   if (!plausible(num_rows, num_experts, din, dout)) return cudaErrorInvalidValue;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    const GroupedGemm<T> gemm{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
-                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                              transposed, 0, 0};
+    GroupedGemm<T> gemm{};
+    gemm.x = static_cast<const T*>(rows), gemm.x_stride = rows_stride, gemm.row_token = nullptr;
+    gemm.weight = static_cast<const T*>(weight), gemm.transposed = transposed;
+    gemm.expert_stride = expert_stride, gemm.weight_stride = weight_stride;
+    gemm.expert_offsets = expert_offsets;
+    gemm.num_rows = num_rows, gemm.num_experts = num_experts, gemm.din = din, gemm.dout = dout;
     const bool vectorized = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
     const Norms<T> epilogue{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, vectorized};
     return launch_grouped_gemm(gemm, epilogue, stream);

@@ -89,13 +89,20 @@ cudaError_t grouped_gemm_fwd(int dtype, const void* x, int64_t x_stride, const i
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
     const bool gated = is_gated(activation);
-    const GroupedGemm<T> gemm{static_cast<const T*>(x), x_stride, row_token, static_cast<const T*>(weight),
-                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                              transposed, 0, 0};
+    GroupedGemm<T> gemm{};
+    gemm.x = static_cast<const T*>(x), gemm.x_stride = x_stride, gemm.row_token = row_token;
+    gemm.weight = static_cast<const T*>(weight), gemm.transposed = transposed;
+    gemm.expert_stride = expert_stride, gemm.weight_stride = weight_stride;
+    gemm.expert_offsets = expert_offsets;
+    gemm.num_rows = num_rows, gemm.num_experts = num_experts, gemm.din = din, gemm.dout = dout;
     const int64_t row_bytes = dout / (gated ? 2 : 1) * int64_t(sizeof(T));
     const bool vectorized = rows_divide(16, row_bytes, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias, out, pre});
-    const Activate<T> epilogue{{static_cast<const T*>(bias), bias_stride}, activation, static_cast<T*>(out),
-                               static_cast<T*>(pre), dout, vectorized};
+    Activate<T> epilogue{};
+    epilogue.bias = {static_cast<const T*>(bias), bias_stride};
+    epilogue.activation = activation;
+    epilogue.out = static_cast<T*>(out), epilogue.pre = static_cast<T*>(pre);
+    epilogue.dout = dout;
+    epilogue.vectorized = vectorized;
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }

@@ -174,10 +174,13 @@ cudaError_t grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, 
   if (dout == 0) return cudaSuccess;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    return launch_wgrad(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad),
-                                    grad_stride, grad_token, expert_offsets, row_weight, static_cast<T*>(dweight),
-                                    static_cast<T*>(dbias), num_rows, num_experts, din, dout, false, 0, 0, 0},
-                        stream);
+    Gradient<T> call{};
+    call.x = static_cast<const T*>(x), call.x_stride = x_stride, call.x_token = x_token;
+    call.grad = static_cast<const T*>(grad), call.grad_stride = grad_stride, call.grad_token = grad_token;
+    call.expert_offsets = expert_offsets, call.row_weight = row_weight;
+    call.dweight = static_cast<T*>(dweight), call.dbias = static_cast<T*>(dbias);
+    call.num_rows = num_rows, call.num_experts = num_experts, call.din = din, call.dout = dout;
+    return launch_wgrad(call, stream);
   });
 }
 

@@ -258,8 +258,11 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
   if (tokens * k > kMaxIndex || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
   if (rows < std::min(tokens * k, num_experts * capacity) || rows > tokens * k) return cudaErrorInvalidValue;
   if (chunks < 1 || chunks > kMaxChunks) return cudaErrorInvalidValue;
-  const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
-                  static_cast<int32_t>(capacity), static_cast<int32_t>(rows)};
+  Plan plan{};
+  plan.expert_offsets = expert_offsets;
+  plan.row_token = row_token, plan.row_choice = row_choice, plan.slot_row = slot_row;
+  plan.requested = requested, plan.kept = kept, plan.dropped = dropped;
+  plan.capacity = static_cast<int32_t>(capacity), plan.rows = static_cast<int32_t>(rows);
   const int64_t tiles = (tokens * k + kTile - 1) / kTile;
   const auto run = [&](auto index) {
     Requests<decltype(index)> requests{};

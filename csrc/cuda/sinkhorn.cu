@@ -371,7 +371,8 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
   if (!fits(scratch_stride)) return cudaErrorInvalidValue;
   const Matrices from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
-  const Sums sums{rows, columns, tolerance, nullptr, nullptr};
+  Sums sums{};
+  sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
   const auto resident = n <= Thread::kN      ? launch_resident<Thread>
                         : n <= Quad::kN      ? launch_resident<Quad>
                         : n <= HalfWarp::kN  ? launch_resident<HalfWarp>
@@ -390,7 +391,9 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   if (!fits_bwd(scratch_stride, iterations, n)) return cudaErrorInvalidValue;
   const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
-  const Sums sums{rows, columns, tolerance, drows, dcolumns};
+  Sums sums{};
+  sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
+  sums.drows = drows, sums.dcolumns = dcolumns;
   double* const room = static_cast<double*>(scratch);
   const int64_t stride = scratch_stride / 8;
   const auto resident = n <= Thread::kN     ? launch_resident_bwd<Thread>

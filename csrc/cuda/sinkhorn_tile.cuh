@@ -74,7 +74,11 @@ struct Sums {
   int64_t start = 0;             // index in these arrays of the matrix's first sum
   int n = 0;
 
-  __device__ Sums of(int64_t matrix, int n) const { return {rows, columns, tolerance, drows, dcolumns, matrix * n, n}; }
+  __device__ Sums of(int64_t matrix, int n) const {
+    Sums of_matrix = *this;
+    of_matrix.start = matrix * n, of_matrix.n = n;
+    return of_matrix;
+  }
   __device__ bool prescribed() const { return rows != nullptr; }
   __device__ double per_row(double x, int i) const { return prescribed() && i < n ? x / rows[start + i] : x; }
   __device__ double per_column(double x, int j) const { return prescribed() && j < n ? x / columns[start + j] : x; }

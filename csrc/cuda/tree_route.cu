@@ -207,8 +207,14 @@ cudaError_t tree_route_fwd(int dtype, const void* x, int64_t x_stride, const voi
   if (tokens == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
   const bool vectorized = rows_divide(16, dim * size, {x_stride * size}, {x, split_weight, leaf_weight});
-  const Call call{x,       x_stride, split_weight, leaf_weight, split_bias, leaf_bias,   static_cast<float*>(weights),
-                  experts, visited,  unsaturated,  tokens,      num_trees,  num_experts, dim, gamma};
+  Call call{};
+  call.x = x, call.x_stride = x_stride;
+  call.split_weight = split_weight, call.leaf_weight = leaf_weight;
+  call.split_bias = split_bias, call.leaf_bias = leaf_bias;
+  call.weights = static_cast<float*>(weights), call.experts = experts;
+  call.visited = visited, call.unsaturated = unsaturated;
+  call.tokens = tokens, call.num_trees = num_trees, call.num_experts = num_experts, call.dim = dim;
+  call.gamma = gamma;
   return with_unit(dtype, vectorized, [&](auto element, auto unit) {
     return launch_route<decltype(element), decltype(unit)>(call, stream);
   });
