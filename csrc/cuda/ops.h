@@ -119,8 +119,8 @@ cudaError_t combine_bwd(int dtype,
                         cudaStream_t stream);
 
 // Sinkhorn's iteration (definition: python_ref/sinkhorn.py): normalises the rows, then the columns of exp(scores /
-// tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal. n is at
-// most 64.
+// tau), `iterations` > 0 times. tau falls geometrically from first_tau to last_tau, or is constant if they are equal.
+// n is at most 64.
 cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,

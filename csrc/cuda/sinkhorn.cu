@@ -1,5 +1,5 @@
-// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). A matrix stays in the
-// registers of 1 to 256 threads, so n is at most 64. There are two forms:
+// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). A matrix stays in
+// the registers of 1 to 256 threads, so n is at most 64. There are two forms:
 // * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Possible
 //   only with one tau, rows of small range, no prescribed sums and no tolerance.
 // * logarithmic: P = exp((S - f - g) / tau) with potentials f of rows and g of columns, in double. Always possible.
