@@ -12,20 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _addresses
-from moe_kernels.backends.native import (
-    activation,
-    bind,
-    combine,
-    dispatch,
-    grouped_gemm_cpu,
-    kwta,
-    plan,
-    plan_cpu,
-    sinkhorn,
-    topk_gate,
-    tree_gate,
-    tree_gate_products_cpu,
-)
+from moe_kernels.backends.native import bind
 
 try:
     module: Any = import_module("moe_kernels._cpu")  # the error of a "from" import would name a path
@@ -116,15 +103,15 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
 
 bind(
     sys.modules[__name__],
-    activation,
-    combine,
-    dispatch,
-    grouped_gemm_cpu,
-    kwta,
-    plan,
-    plan_cpu,
-    sinkhorn,
-    topk_gate,
-    tree_gate,
-    tree_gate_products_cpu,
+    "activation",
+    "combine",
+    "dispatch",
+    "grouped_gemm_cpu",
+    "kwta",
+    "plan",
+    "plan_cpu",
+    "sinkhorn",
+    "topk_gate",
+    "tree_gate",
+    "tree_gate_products_cpu",
 )

@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _addresses, _gpu
-from moe_kernels.backends.native import (
-    activation,
-    bind,
-    combine,
-    dispatch,
-    grouped_gemm_cuda,
-    kwta,
-    plan,
-    sinkhorn,
-    topk_gate,
-    tree_gate,
-)
+from moe_kernels.backends.native import bind
 
 try:
     module: Any = import_module("moe_kernels._cuda")  # the error of a "from" import would name a path
@@ -111,13 +100,13 @@ def tree_route_limits(target: str) -> dict[str, int]:
 
 bind(
     sys.modules[__name__],
-    activation,
-    combine,
-    dispatch,
-    grouped_gemm_cuda,
-    kwta,
-    plan,
-    sinkhorn,
-    topk_gate,
-    tree_gate,
+    "activation",
+    "combine",
+    "dispatch",
+    "grouped_gemm_cuda",
+    "kwta",
+    "plan",
+    "sinkhorn",
+    "topk_gate",
+    "tree_gate",
 )

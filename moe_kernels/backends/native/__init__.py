@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 
 
-def bind(native: ModuleType, *files: ModuleType) -> None:
-    """Gives the backend's module the functions of `files` whose first parameter is `native`, without this parameter.
+def bind(native: ModuleType, *names: str) -> None:
+    """Gives the backend's module the functions of the named files here that have a parameter `native`, without it.
 
     Such a function has one name everywhere: as the operator of torch, here, and in C++.
     """
-    for file in files:
-        for name, function in vars(file).items():
-            if inspect.isfunction(function) and function.__module__ == file.__name__ and not name.startswith("_"):
-                parameters = inspect.signature(function).parameters
-                if "native" in parameters:
-                    setattr(native, name, partial(function, native))
+    for file in (import_module(f"{__name__}.{name}") for name in names):
+        for name, function in inspect.getmembers(file, inspect.isfunction):
+            own = function.__module__ == file.__name__ and not name.startswith("_")
+            if own and "native" in inspect.signature(function).parameters:
+                setattr(native, name, partial(function, native))
