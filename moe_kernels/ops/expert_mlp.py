@@ -131,14 +131,15 @@ def expert_mlp_fwd(
     found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
-    _refuse_disagreement(*plan, backend)
+    _refuse_disagreement(plan, backend)
     hidden, pre = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # combine can reuse its memory
     return combine_fwd(result, weights, slot_row, backend), pre
 
 
-def _refuse_disagreement(expert_offsets: Tensor, row_token: Tensor, slot_row: Tensor, backend: str) -> None:
+def _refuse_disagreement(plan: tuple[Tensor, ...], backend: str) -> None:
+    expert_offsets, row_token, slot_row = plan
     if backend == "cpu":
         kernels(backend).refuse_disagreement("expert_mlp", expert_offsets, row_token, slot_row)
     else:
@@ -186,7 +187,7 @@ def expert_mlp_bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options
     *plan, pre, activation, wanted, backend = plan_and_options
     expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    _refuse_disagreement(expert_offsets, row_token, slot_row, backend)
+    _refuse_disagreement((expert_offsets, row_token, slot_row), backend)
     if pre is None:
         pre, _ = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
