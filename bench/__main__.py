@@ -1,4 +1,4 @@
-"""The commands of `python -m bench`, except predict, which is in predict_command.py."""
+"""The commands of `python -m bench`, except layer and predict, which are in layer_command.py and predict_command.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bench.console import known_words as _known
 from bench.console import words as _words
 from bench.entry import DIRECTIONS
 from bench.exchange_model import Machine
+from bench.layer_command import layer_command
 from bench.peers import known as every_peer
 from bench.predict_command import predict_command
 from bench.registry import ENTRIES
@@ -34,6 +35,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+app.command("layer")(layer_command)
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"

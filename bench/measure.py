@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench import nvml, peers, timing, tracing
-from bench.registry import ENTRIES, Inputs, Shape, label
+from bench.registry import ENTRIES, Entry, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from bench.worker import Worker, WorkerLost
 from moe_kernels.backends import limits as limits_of
@@ -60,6 +60,10 @@ class Job:
     threads: int
     backends: tuple[str, ...]
     curve: bool = False  # the figures are points of a scaling curve
+
+    @property
+    def entry(self) -> Entry:
+        return ENTRIES[self.op]
 
     def __str__(self) -> str:
         where = setting(self.device, self.threads)
@@ -260,7 +264,7 @@ def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
     """Samples of kernels, peers and memcpy by name, and for each kernel more values of its figure, such as memory."""
-    entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
+    entry, size = job.entry, job.entry.least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
         # The copy reads half of the least bytes and writes the other half.
@@ -310,7 +314,7 @@ def _flops(call: Callable[[], object]) -> int:
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
     """Adds a remark on each kernel whose output differs by more than TOLERANCE from a composition in PyTorch."""
-    name = next((name for name in others if name in ENTRIES[job.op].peers), None)
+    name = next((name for name in others if name in job.entry.peers), None)
     if name is not None:
         expected = others[name](inputs)
         for backend in job.backends:
@@ -323,7 +327,7 @@ def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
 ) -> Calls:
     """The peers that have the job's direction and run here. Peers of other packages must also agree with `kernel`."""
-    entry = ENTRIES[job.op]
+    entry = job.entry
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
@@ -379,7 +383,7 @@ def figure(
     ceiling_percent: the least time at the speeds of `limit`, in percent of the time taken. over_memcpy: the time
     divided by that of a copy that moves the least bytes. peers: how many times as fast as each peer the kernel is.
     """
-    size = ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
+    size = job.entry.least_bytes(job.shape, job.dtype, job.direction)
     product = limit.get(dtype_name(job.dtype))
     floor = max(size / limit["copy"], flops / product if product else 0.0) * 1e-9
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,32 @@ def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger
         us = _measured(each, gpu, kept)
         found.append(replace(made, measured_over_predicted=us / made.us if us else None))
     return found
+
+
+@cache
+def _counts(root: Path) -> list[dict[str, Any]]:
+    return counting.read(root)
+
+
+def at(
+    gpu: Gpu, op: str, dtype: str, direction: str, least_bytes: float, flops: float, root: Path = ledger.ROOT
+) -> tuple[float, str]:
+    """Least microseconds of a call that moves `least_bytes` and does `flops`, and the resource that limits it.
+
+    Its instructions are those of a counted call of the operation, if there is one: scaled by FLOPs if it has matrix
+    instructions, else by bytes.
+    """
+    products = flops / gpu.peak(dtype) if flops > least_bytes else 0.0  # else FLOPs need no matrix instructions
+    us = {"DRAM": 1e6 * least_bytes / (gpu.gb_per_s * 1e9), "issue": 0.0, "tensor": 1e6 * products}
+    alike = [each for each in _counts(root) if (each["operation"], each["direction"]) == (op, direction)]
+    alike.sort(key=lambda each: each["dtype"] != dtype)
+    if alike:
+        made = [launch(each, alike[0], gpu) for each in alike[0]["launches"]]
+        done = sum(each["tensor_flops"] for each in alike[0]["launches"]) * alike[0]["grows"]
+        moved = sum(each.us[0] for each in made) * 1e-6 * gpu.gb_per_s * 1e9
+        us["issue"] = sum(each.us[1] for each in made) * (flops / done if done else least_bytes / moved)
+    bound = max(us, key=lambda name: us[name])
+    return us[bound], bound
 
 
 def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:

@@ -76,9 +76,16 @@ def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str
         raise ValueError(f"{what} must be from {first} to {size - 1}; got {low} to {high}")
 
 
+def refuse_bad_choices(op: str, experts: Tensor, num_experts: int) -> None:
+    """Raises ValueError for experts outside [0, E). Does nothing unless is_checked."""
+    if is_checked(experts):
+        refuse_outside(f"{op}: experts", experts, 0, num_experts)
+
+
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
     """Raises ValueError if row_token or slot_row has a value out of range, if expert_offsets does not rise from 0 to at
-    most R, or if slot_row does not name each row in use once, at its token in row_token.
+    most R, or if slot_row does not name each row in use once, at its token in row_token. For expert_mlp
+    slot_row does not name rows in use whose row_token is -1.
 
     Does nothing unless is_checked(slot_row).
     """
@@ -90,10 +97,13 @@ def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None)
     refuse_outside(f"{op}: plan.slot_row", slot_row, -1, num_rows, "no row")
     if expert_offsets is not None:
         _refuse_bad_offsets(f"{op}: plan.expert_offsets", expert_offsets, num_rows)
-        used = int(expert_offsets[-1])
-        slots = slot_row[slot_row >= 0].long()
-        if not torch.equal(slots.sort().values, torch.arange(used, device=slots.device)):
-            raise ValueError(f"{op}: plan.slot_row must name each of the {used} rows in use once, and no other row")
+        rows, slots = torch.arange(int(expert_offsets[-1]), device=slot_row.device), slot_row[slot_row >= 0].long()
+        if op == "expert_mlp":
+            rows = rows[row_token[: len(rows)] >= 0]
+        if not torch.equal(slots.sort().values, rows):
+            raise ValueError(
+                f"{op}: plan.slot_row must name each of the {len(rows)} rows in use once, and no other row"
+            )
         if row_token is not None and not torch.equal(row_token[slots].long(), (slot_row >= 0).nonzero()[:, 0]):
             raise ValueError(f"{op}: plan.row_token and plan.slot_row must agree: row slot_row[t, k] is of token t")
 

@@ -24,12 +24,12 @@ bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32
 }  // namespace
 
 // Returns 1 if expert_offsets does not ascend from 0 to at most num_rows, or if slot_row does not name each row in use
-// once, at its token in row_token and its choice in row_choice (unless it is null); else 0.
+// once, at its token in row_token and its choice in row_choice (unless it is null), except rows of token -1; else 0.
 int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* row_choice,
                const int32_t* slot_row, int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts,
                int /*threads*/) {
   const Groups groups{expert_offsets, num_experts};
-  return !groups.fit(num_rows) || !names_each_row(slot_row, row_token, row_choice, tokens, k, groups.used(), num_rows);
+  return !groups.fit(num_rows) || !names_each_row(slot_row, row_token, row_choice, tokens, k, groups.used(), num_rows, true);
 }
 
 // Returns 1 if check_plan or grouped_gemm_fwd refuses the given plan, or if no plan is given and an expert is below

@@ -15,11 +15,11 @@ def shapes(shape: Shape) -> Shapes:
     return {"x": (tokens, dim), "rows": (shape.get("R", tokens * k), dim), "weights": (tokens, k)}
 
 
-def logits(shape: Shape, device: str) -> Tensor:
-    """Logits (T, E): the K largest of a row are K draws without replacement from a distribution over the experts.
+def shares(shape: Shape) -> Tensor:
+    """Each expert's probability (E) up to a factor, by the shape's `routing`.
 
-    zipf: the probability of expert i is proportional to (i + 1)^-1.2. adversarial: expert 0 has probability 1/2, the
-    last quarter of the experts has 0. uniform: all are equal.
+    zipf: that of expert i is proportional to (i + 1)^-1.2. adversarial: expert 0 has probability 1/2, the last quarter
+    of the experts has 0. uniform: all are equal.
     """
     experts = shape["E"]
     share = torch.ones(experts)
@@ -28,6 +28,15 @@ def logits(shape: Shape, device: str) -> Tensor:
     if shape["routing"] == "adversarial":
         share[experts - experts // 4 :] = 0
         share[0] = share[1:].sum()
+    return share
+
+
+def logits(shape: Shape, device: str) -> Tensor:
+    """Logits (T, E): the K largest of a row are K draws without replacement from a distribution over the experts.
+
+    The distribution is that of `shares`.
+    """
+    experts, share = shape["E"], shares(shape)
     noise = -torch.log(-torch.log(torch.rand(shape["T"], experts, device=device).clamp(1e-20, 1 - 1e-7)))
     return (share.to(device).log() + noise).clamp(min=-1e4)
 

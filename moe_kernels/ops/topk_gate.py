@@ -21,7 +21,7 @@ from moe_kernels import backends
 from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
-from moe_kernels.sizes import compute_dtype, contiguous_rows, is_checked, refuse_outside
+from moe_kernels.sizes import compute_dtype, contiguous_rows, refuse_bad_choices
 
 ORDERS = ("topk_softmax", "softmax_topk")
 
@@ -68,8 +68,8 @@ def _check_bwd(op, grad, weights, experts, logits, num_experts, dtype, backend) 
 def topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype, backend) -> Tensor:
     if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is NaN
         return logits.to(compute_dtype(dtype)).softmax(1).mul(0).to(dtype)
-    if backend != "cpu" and is_checked(experts):  # the C++ kernel checks while it reads
-        refuse_outside("topk_gate_bwd: experts", experts, 0, num_experts)
+    if backend != "cpu":  # the C++ kernel checks while it reads
+        refuse_bad_choices("topk_gate_bwd", experts, num_experts)
     grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()
     logits = None if logits is None else contiguous_rows(logits)
     return backends.kernels(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.sizes import compute_dtype, refuse_outside, words
+from moe_kernels.sizes import compute_dtype, refuse_bad_choices, words
 
 SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 logit (8), an integer key (8), an index (4)
 
@@ -34,5 +34,5 @@ def topk_gate_bwd(native, grad, weights, experts, logits, num_experts, dtype) ->
         *dlogits.shape, grad.shape[1],
     )  # fmt: skip
     if out_of_range:
-        refuse_outside("topk_gate_bwd: experts", experts, 0, num_experts)
+        refuse_bad_choices("topk_gate_bwd", experts, num_experts)
     return dlogits

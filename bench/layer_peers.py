@@ -1,0 +1,66 @@
+"""A layer of experts in plain PyTorch: a loop over the experts, as most code has it, and torch's grouped product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.nn import MoE
+from python_ref.grouped_gemm import activate
+
+Layer = Callable[[MoE, Tensor, int | None], Tensor]  # of the MoE whose parameters it reads, x and the capacity
+
+
+def _routed(layer: MoE, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
+    """Gate weights and experts (T, K), by torch; -1 for choices past the capacity, in V-MoE's order."""
+    gate = layer.gate
+    logits, k = F.linear(x, gate.linear.weight, gate.linear.bias).float(), gate.k  # type: ignore[union-attr, arg-type]
+    if gate.order == "softmax_topk":
+        weights, experts = logits.softmax(-1).topk(k, -1)  # type: ignore[arg-type]
+    else:
+        weights, experts = logits.topk(k, -1)  # type: ignore[arg-type]
+        weights = weights.softmax(-1)
+    if capacity is not None:
+        chosen = F.one_hot(experts.t().reshape(-1), logits.shape[1])  # first choices of all tokens, then second ones
+        slot = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        experts = torch.where((slot < capacity).view(-1, x.shape[0]).t(), experts, -1)
+    return weights, experts
+
+
+def loop(layer: MoE, x: Tensor, capacity: int | None = None) -> Tensor:
+    """A product for each expert that has tokens; on a GPU the host waits for the tokens' numbers."""
+    weights, experts = _routed(layer, x, capacity)
+    mlp, y = layer.experts, torch.zeros_like(x)
+    for e in range(mlp.num_experts):
+        token, choice = (experts == e).nonzero(as_tuple=True)
+        pre = x[token] @ mlp.w_in[e]  # type: ignore[index]
+        pre = pre if mlp.b_in is None else pre + mlp.b_in[e]  # type: ignore[index]
+        out = activate(pre, mlp.activation) @ mlp.w_out[e]  # type: ignore[index]
+        out = out if mlp.b_out is None else out + mlp.b_out[e]  # type: ignore[index]
+        y = y.index_add(0, token, out * weights[token, choice, None].to(x.dtype))
+    return y
+
+
+def grouped(layer: MoE, x: Tensor, capacity: int | None = None) -> Tensor:
+    """Rows sorted by expert, then two grouped products; without a capacity the host waits for nothing."""
+    weights, experts = _routed(layer, x, capacity)
+    mlp, k = layer.experts, experts.shape[1]
+    flat = experts.flatten()
+    order = torch.argsort(torch.where(flat < 0, mlp.num_experts, flat), stable=True)
+    if capacity is not None:
+        order = order[: int((flat >= 0).sum())]
+    expert, token = flat[order], order // k
+    bounds = torch.bincount(expert, minlength=mlp.num_experts).cumsum(0).int()
+    pre = F.grouped_mm(x[token], mlp.w_in, offs=bounds)  # type: ignore[arg-type]
+    pre = pre if mlp.b_in is None else pre + mlp.b_in[expert]  # type: ignore[index]
+    out = F.grouped_mm(activate(pre, mlp.activation), mlp.w_out, offs=bounds)  # type: ignore[arg-type]
+    out = out if mlp.b_out is None else out + mlp.b_out[expert]  # type: ignore[index]
+    return torch.zeros_like(x).index_add(0, token, out * weights.flatten()[order, None].to(x.dtype))
+
+
+LAYERS: dict[str, Layer] = {"torch eager loop": loop}
+if hasattr(F, "grouped_mm"):
+    LAYERS["torch grouped_mm"] = grouped

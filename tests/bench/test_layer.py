@@ -1,0 +1,139 @@
+"""`python -m bench layer`: the layer that it measures, its FLOPs and predictions, its table and files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from bench import __main__ as command
+from bench import layer, predict
+from bench.layer_models import MODELS, Sizes, of_model
+from bench.layer_peers import LAYERS
+
+SMALL = Sizes(tokens=24, dim=16, hidden=32, experts=4, k=2)
+
+
+def setting(**changes) -> layer.Setting:
+    sizes = replace(SMALL, **{name: value for name, value in changes.items() if hasattr(SMALL, name)})
+    rest = {name: value for name, value in changes.items() if not hasattr(SMALL, name)}
+    return layer.Setting(sizes, torch.float32, "cpu", ("cpu",), **rest)
+
+
+@pytest.mark.parametrize("peer", LAYERS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu"},
+        {"activation": "swiglu", "bias": False, "order": "softmax_topk"},
+        {"activation": "swiglu_clamped", "routing": "zipf"},
+        {"factor": 1.0, "routing": "adversarial"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_the_layer_is_the_eager_one(peer, changes):
+    each = setting(**changes)
+    module, x = layer.module(each), torch.randn(24, 16)
+    expected = LAYERS[peer](module, x, each.capacity)
+    torch.testing.assert_close(module(x), expected)
+    if each.factor is not None:
+        assert not torch.allclose(expected, LAYERS[peer](module, x, None))  # something was dropped
+
+
+@pytest.mark.parametrize("step", layer.steps(setting()))
+def test_peers_of_a_step_compute_the_step(step):
+    each = setting(factor=1.25, routing="zipf", activation="swiglu")
+    entry = layer.steps(each)[step]
+    inputs = entry.inputs(each.shape, each.dtype, "cpu")
+    for direction in entry.directions:
+        expected = entry.kernel("cpu")[direction](inputs)
+        for name, peer in entry.peers.items():
+            found = peer[direction](inputs)
+            pairs = zip(found, expected, strict=True) if direction == "training" else [(found, expected)]
+            for got, right in pairs:
+                torch.testing.assert_close(got, right, msg=name)
+
+
+def test_flops_are_those_of_torchs_counter():
+    each = setting()
+    for step, entry in layer.steps(each).items():
+        for direction in entry.directions:
+            with FlopCounterMode(display=False) as counter:
+                entry.kernel("cpu")[direction](entry.inputs(each.shape, each.dtype, "cpu"))
+            assert layer.flops(each, step, direction) == counter.get_total_flops()
+    rows = 24 * 2
+    assert layer.flops(each, "up", "forward") == 2 * rows * 16 * 32
+    assert layer.flops(each, "layer", "forward") == 2 * 24 * 16 * 4 + 2 * 2 * rows * 16 * 32 + 2 * rows * 16
+
+
+@pytest.mark.parametrize("gpu", predict.GPUS.values(), ids=lambda gpu: gpu.name)
+def test_no_prediction_is_below_what_physics_allows(gpu):
+    each = replace(setting(), sizes=replace(MODELS["Qwen3-30B"], tokens=4096), dtype=torch.bfloat16)
+    for row in layer.run(each, {}, 0.0, [gpu]):
+        us, bound = row.predicted[gpu.name]
+        if row.flops > row.least_bytes:
+            assert us >= (1 - 1e-9) * 1e6 * row.flops / gpu.peak("bfloat16")
+        assert bound in predict.BOUNDS
+        if row.step not in ("expert_mlp", "layer"):
+            assert us >= (1 - 1e-9) * 1e6 * row.least_bytes / (gpu.gb_per_s * 1e9)
+
+
+def run(*options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(command.app, ["layer", *options])
+    return done.exit_code, done.output
+
+
+def test_the_command_prints_tables_of_100_columns_and_writes_what_it_measured(tmp_path):
+    sizes = ("--tokens", "24", "--dim", "16", "--hidden", "32", "--experts", "4", "--k", "2", "--threads", "1")
+    status, output = run(*sizes, "--seconds", "0.01", "--routing", "zipf", "--capacity", "1.5", "--out", str(tmp_path))
+    assert status == 0, output
+    tables = output.partition("\nforward  ")[2]
+    assert max(map(len, tables.partition("figures ")[0].splitlines())) <= 100
+    for words in ("x eager", "% ceil", "A100*", "H100*", "predicted, not measured", "make_plan", "training"):
+        assert words in tables
+    saved = json.loads((tmp_path / "layer.json").read_text())
+    assert (saved["sizes"]["tokens"], saved["routing"]) == (24, "zipf")
+    assert {row["step"] for row in saved["rows"]} == set(layer.steps(setting()))
+    assert all(row["figure"]["us"] > 0 and row["predicted"]["A100"][0] > 0 for row in saved["rows"])
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_only_predicted(monkeypatch):
+    monkeypatch.setattr(layer.Setting, "fits", lambda self: False)
+    status, output = run("--model", "DeepSeek-V3")
+    assert status == 0
+    assert "Only predicted" in output
+    assert "x eager" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--dtype", "int8"), "--dtype must be one of float32"),
+        (("--k", "17"), "--k must be at most --experts = 16"),
+        (("--model", "nobody"), "--model must be one of OLMoE"),
+        (("--routing", "lucky"), "--routing must be one of uniform"),
+        (("--backend", "cuda"), "--backend cuda cannot run here"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+def test_wrong_options_are_named(options, words):
+    status, output = run(*options)
+    assert status == 2
+    assert words in " ".join(output.replace("│", " ").split())
+
+
+def test_sizes_of_a_configuration_file(tmp_path):
+    path = tmp_path / "config.json"
+    config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    path.write_text(json.dumps(config))
+    assert of_model(str(tmp_path)) == Sizes(8192, 64, 32, 8, 2, "swiglu", "topk_softmax", False)
+    wrong = {"[": "is no JSON", "{}": "must give dim as a positive int", "[]": "must hold a JSON object"}
+    for text, words in wrong.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            of_model(str(path))
