@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from moe_kernels._pytree import register
 
@@ -30,9 +31,9 @@ class RoutingPlan:
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested minus sum of kept
 
-    All arrays are int32, contiguous, without a gradient and on one device. Operations refuse other arrays. Operations
-    that read values of row_token, slot_row or expert_offsets on the CPU refuse values out of range. They do not check
-    that the arrays agree with each other. Arrays of `make_plan`, `plan_expert_choice` and `plan_priority` agree.
+    All arrays are int32, contiguous, without a gradient and on one device. Operations refuse other arrays. On the CPU
+    operations refuse values out of range, and `dispatch`, `combine`'s backward and `expert_mlp` refuse arrays that do
+    not agree with each other; on a GPU only with MOE_KERNELS_CHECK=1. A loaded or copied plan is checked whole.
 
     R = min(T * K, E * capacity), or T * K without a capacity: the host knows it without waiting for the device. Rows
     from expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros
@@ -126,7 +127,8 @@ class RoutingPlan:
         """The plan with the fields of a `state_dict`.
 
         Raises:
-            ValueError: fields are missing or unknown.
+            ValueError: fields are missing or unknown, shapes or devices do not fit, values are out of range, or arrays
+                do not agree with each other.
             TypeError: num_tokens or num_experts is not an int, or an array is not an int32 tensor.
         """
         plan = cls.__new__(cls)
@@ -137,7 +139,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # torch.load calls this with the contents of any file, so unknown names are refused. Operations check shapes.
+        # torch.load calls this with the contents of any file.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
@@ -148,6 +150,9 @@ class RoutingPlan:
                 got = getattr(value, "dtype", type(value).__name__)
                 raise TypeError(f"RoutingPlan: {name} must be {expected}, got {got}")
             object.__setattr__(self, name, value)
+        check_shapes("RoutingPlan", self)
+        if not any(each.is_meta or isinstance(each, FakeTensor) for each in self._arrays()):
+            _check_values(self)
 
     def _arrays(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, each.name) for each in fields(self)[2:])
@@ -173,6 +178,70 @@ class RoutingPlan:
     def _check_rows(self, name: str, rows: Tensor, first: int, rank: int) -> None:
         if rows.dim() != rank or rows.shape[0] != first:
             raise ValueError(f"{name}: expected {rank} dimensions, the first of size {first}; got {tuple(rows.shape)}")
+
+
+def check_shapes(op: str, plan: RoutingPlan) -> None:
+    """Raises unless the arrays of a plan have the dtypes, shapes, strides and devices that its docstring states."""
+    slot_row, num_experts, device = plan.slot_row, plan.num_experts, plan.row_token.device
+    row_shape = (plan.row_token.numel(),)
+    for name, array, letters, shape in (
+        ("slot_row", slot_row, "(T, K)", (plan.num_tokens, slot_row.shape[-1] if slot_row.dim() else 1)),
+        ("expert_offsets", plan.expert_offsets, "(E + 1,)", (num_experts + 1,)),
+        ("row_token", plan.row_token, "(R,)", row_shape),
+        ("row_choice", plan.row_choice, "(R,)", row_shape),
+        ("requested", plan.requested, "(E,)", (num_experts,)),
+        ("kept", plan.kept, "(E,)", (num_experts,)),
+        ("dropped", plan.dropped, "()", ()),
+    ):
+        if not isinstance(array, Tensor):
+            raise TypeError(f"{op}: plan.{name} must be a Tensor, got {type(array).__name__}")
+        if array.dtype is not torch.int32:
+            raise TypeError(f"{op}: plan.{name} must have dtype int32; got {array.dtype}".replace("torch.", ""))
+        if array.shape != shape or not array.is_contiguous() or array.device != device:
+            raise ValueError(
+                f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
+                f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
+            )
+    if row_shape[0] > slot_row.numel():
+        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {row_shape[0]}")
+
+
+def _check_values(plan: RoutingPlan) -> None:
+    """Raises unless the arrays agree with each other, as those of `make_plan` do. Waits for a GPU."""
+    offsets, k = plan.expert_offsets.long(), plan.num_choices
+    bounds = offsets.tolist()
+    used = bounds[-1]
+    token, choice, slots = plan.row_token.long(), plan.row_choice.long(), plan.slot_row.flatten().long()
+    row = torch.arange(plan.num_rows, device=token.device)
+    in_use = row < used
+    for holds, expected in (
+        (
+            bounds[0] == 0 and bounds == sorted(bounds) and used <= plan.num_rows,
+            f"expert_offsets must rise from 0 to at most R = {plan.num_rows}",
+        ),
+        (torch.equal(plan.kept.long(), offsets.diff()), "kept must be the differences of expert_offsets"),
+        (bool((plan.requested >= plan.kept).all()), "requested must be at least kept"),
+        (
+            int(plan.dropped) == int(plan.requested.long().sum()) - used,
+            "dropped must be the sum of requested minus that of kept",
+        ),
+        (
+            bool(torch.where(in_use, (token >= 0) & (token < plan.num_tokens), token == -1).all()),
+            f"row_token must be from 0 to {plan.num_tokens - 1} in rows in use, and -1 in others",
+        ),
+        (
+            bool(torch.where(in_use, (choice >= 0) & (choice < k), choice == -1).all()),
+            f"row_choice must be from 0 to {k - 1} in rows in use, and -1 in others",
+        ),
+        (
+            bool(((slots >= -1) & (slots < used)).all()) and int((slots >= 0).sum()) == used,
+            "slot_row must name each row in use once, and be -1 elsewhere",
+        ),
+    ):
+        if not holds:
+            raise ValueError(f"RoutingPlan: {expected}; this plan was not saved by moe_kernels, or changed since")
+    if not torch.equal(slots[(token * k + choice)[:used]], row[:used]):
+        raise ValueError("RoutingPlan: slot_row[row_token[r], row_choice[r]] must be r for every row r in use")
 
 
 def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str
 
 
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """Raises ValueError if a value of row_token or slot_row, or the last of expert_offsets, is out of range.
+    """Raises ValueError if row_token or slot_row has a value out of range, if expert_offsets does not rise from 0 to at
+    most R, or if slot_row does not name each row in use once, at its token in row_token.
 
     Does nothing unless is_checked(slot_row).
     """
@@ -87,9 +88,20 @@ def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None)
     if row_token is not None:
         refuse_outside(f"{op}: plan.row_token", row_token, -1, num_tokens, "no token")
     refuse_outside(f"{op}: plan.slot_row", slot_row, -1, num_rows, "no row")
-    used = 0 if expert_offsets is None else int(expert_offsets[-1])
-    if not 0 <= used <= num_rows:
-        raise ValueError(f"{op}: plan.expert_offsets must end between 0 and R = {num_rows}; got {used}")
+    if expert_offsets is not None:
+        _refuse_bad_offsets(f"{op}: plan.expert_offsets", expert_offsets, num_rows)
+        used = int(expert_offsets[-1])
+        slots = slot_row[slot_row >= 0].long()
+        if not torch.equal(slots.sort().values, torch.arange(used, device=slots.device)):
+            raise ValueError(f"{op}: plan.slot_row must name each of the {used} rows in use once, and no other row")
+        if row_token is not None and not torch.equal(row_token[slots].long(), (slot_row >= 0).nonzero()[:, 0]):
+            raise ValueError(f"{op}: plan.row_token and plan.slot_row must agree: row slot_row[t, k] is of token t")
+
+
+def _refuse_bad_offsets(what: str, expert_offsets: Tensor, num_rows: int) -> None:
+    bounds = expert_offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
+        raise ValueError(f"{what} must rise from 0 to at most R = {num_rows}; got {bounds}")
 
 
 def refuse_bad_groups(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
@@ -100,9 +112,7 @@ def refuse_bad_groups(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | 
     if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
-    bounds = expert_offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
-        raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
+    _refuse_bad_offsets("grouped_gemm: expert_offsets", expert_offsets, num_rows)
     if row_token is not None:
         refuse_outside("grouped_gemm: row_token", row_token, -1, rows.shape[0], "zeros")
 

@@ -8,6 +8,7 @@
 #include "moe/cpu/formats.h"
 #include "moe/cpu/indices.h"
 #include "moe/cpu/pages.h"
+#include "moe/cpu/plan_rows.h"
 
 namespace moe {
 namespace MOE_ISA {
@@ -86,14 +87,13 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// Returns 1 and writes nothing if expert_offsets[num_experts], or an index in slot_row other than -1, is out of range,
-// else 0.
+// Returns 1 and writes nothing if slot_row does not name each row in use once, else 0.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t* slot_row, const int32_t* expert_offsets, void* drows,
                 void* dweights, int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                 int threads) {
   const int64_t used = expert_offsets[num_experts];
-  if (!within(slot_row, tokens * k, num_rows) || used < 0 || used > num_rows) return 1;
+  if (!names_each_row(slot_row, nullptr, tokens, k, used, num_rows)) return 1;
   with_format(dtype, [&](auto format) {
     backward<decltype(format)>(grad, grad_stride, rows, rows_stride, weights, slot_row, used, drows, dweights, tokens,
                                k, num_rows, dim, threads);

@@ -7,21 +7,22 @@
 
 #include "moe/cpu/indices.h"
 #include "moe/cpu/pages.h"
+#include "moe/cpu/plan_rows.h"
 #include "moe/cpu/simd.h"
 
 namespace moe {
 namespace MOE_ISA {
 
-// Returns 1 and writes nothing if expert_offsets[num_experts], or an index other than -1 in row_token or slot_row, is
-// out of range, else 0.
+// Returns 1 and writes nothing if an index in row_token is out of range, or if slot_row does not name each row in use
+// once, at its token; else 0.
 int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token, const int32_t* slot_row,
                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
                  int64_t num_rows, int64_t dim, int threads) {
   const int64_t bytes = dim * element_size, used = expert_offsets[num_experts];
   const auto* from = static_cast<const char*>(x);
   auto* to = static_cast<char*>(rows);
-  if (!within(row_token, num_rows, tokens) || !within(slot_row, tokens * k, num_rows)) return 1;
-  if (used < 0 || used > num_rows) return 1;
+  if (!within(row_token, num_rows, tokens)) return 1;
+  if (!names_each_row(slot_row, row_token, tokens, k, used, num_rows)) return 1;
   if (bytes == 0) return 0;
   expect_pages(to, num_rows * bytes);
 #pragma omp parallel num_threads(threads)

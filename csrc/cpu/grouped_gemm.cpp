@@ -326,10 +326,13 @@ int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, vo
   return 0;
 }
 
-void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,
-                             int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,
-                             int64_t num_experts, const void* row_weight, void* dweight, void* dbias, int64_t din,
-                             int64_t dout, int threads) {
+// x has x_rows rows, grad grad_rows; x_token and grad_token have `rows` elements. Returns as grouped_gemm_fwd.
+int grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, int64_t x_rows,
+                            const void* grad, int64_t grad_stride, const int32_t* grad_token, int64_t grad_rows,
+                            const int32_t* expert_offsets, int64_t num_experts, const void* row_weight, void* dweight,
+                            void* dbias, int64_t din, int64_t dout, int64_t rows, int threads) {
+  if (!Groups{expert_offsets, num_experts}.fit(rows)) return 1;
+  if (!within(x_token, rows, x_rows) || !within(grad_token, rows, grad_rows)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     const Elements<T> kind = elements_of<T>(dtype);
@@ -343,14 +346,18 @@ void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const i
                                  dout};
     work.run(threads);
   });
+  return 0;
 }
 
-void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,
-                           int64_t tokens, int64_t dim, int threads) {
+// Returns 1 and writes nothing if an index in `token` other than -1 is out of range, else 0.
+int grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,
+                          int64_t tokens, int64_t dim, int threads) {
+  if (!within(token, num_rows, tokens)) return 1;
   with_wide(dtype, [&](auto zero) {
     sum_rows(elements_of<decltype(zero)>(dtype), static_cast<const char*>(rows), token, static_cast<char*>(out),
              num_rows, tokens, dim, threads);
   });
+  return 0;
 }
 
 void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre,
@@ -372,21 +379,28 @@ void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void
   });
 }
 
-void expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,
-                           int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows, int threads) {
+// x, the gradient, has `tokens` rows. Returns as grouped_gemm_fwd.
+int expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,
+                          int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows, int64_t tokens,
+                          int threads) {
+  if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     hidden_backward(MOE_GROUPED_GEMM(T), static_cast<const T*>(row_weight), static_cast<const char*>(b_out),
                     static_cast<const char*>(pre), activation, static_cast<char*>(dpre), static_cast<char*>(weighted),
                     static_cast<T*>(drow_weight), rows, threads);
   });
+  return 0;
 }
 
-void grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads) {
+// Returns as grouped_gemm_fwd.
+int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads) {
+  if (!Groups{expert_offsets, num_experts}.fit(rows)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     norms(MOE_GROUPED_GEMM(T), static_cast<const char*>(bias), static_cast<T*>(out), rows, threads);
   });
+  return 0;
 }
 
 #undef MOE_GROUPED_GEMM

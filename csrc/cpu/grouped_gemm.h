@@ -5,11 +5,10 @@
 #include "groups.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "moe/cpu/elements.h"
 #include "moe/cpu/pairs.h"
+#include "moe/cpu/scratch.h"
 #include "moe/cpu/tiles.h"
 
 namespace moe {
@@ -21,25 +20,6 @@ namespace {
 // instructions that multiply pairs of bfloat16 (pairs.h).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
-
-// Uninitialised memory: `count` elements for each thread, rounded up to a multiple of 16 (a cache line of float).
-template <class T>
-class Scratch {
- public:
-  Scratch(int threads, int64_t count)
-      : stride_((count + 15) / 16 * 16), memory_(static_cast<T*>(::operator new(bytes(threads * stride_), kLine))) {}
-  T* of(int thread) const { return memory_.get() + thread * stride_; }
-
- private:
-  static constexpr std::align_val_t kLine{64};
-  struct Free {
-    void operator()(T* memory) const { ::operator delete(memory, kLine); }
-  };
-  static size_t bytes(int64_t count) { return size_t(count) * sizeof(T); }
-
-  int64_t stride_;
-  std::unique_ptr<T[], Free> memory_;
-};
 
 // Row r is x[token[r]], or zeros if token[r] is -1. Without `token` it is x[r]. Rows of x are `stride` elements apart.
 template <class T>

@@ -14,6 +14,7 @@
 
 #include "moe/cpu/formats.h"
 #include "moe/cpu/pages.h"
+#include "moe/cpu/scratch.h"
 #include "moe/cpu/simd.h"
 
 namespace moe {
@@ -279,13 +280,15 @@ void forward(const Call& c) {
   auto* y = static_cast<Key*>(c.y);
   const int64_t span = Keys<F>::span(c.n);
   const int64_t block = std::clamp<int64_t>(kResident / std::max<int64_t>(span, 1), 1, kRows);
-#pragma omp parallel num_threads(c.threads)
-  {
-    alignas(64) Key buffer[kResident];
+  const Scratch<Key> buffers(c.threads, block * span);  // not on the stack: OpenMP's threads may have 128 KB
+  const int64_t blocks = (c.rows + block - 1) / block;
+#pragma omp parallel for num_threads(c.threads) schedule(static)
+  for (int thread = 0; thread < c.threads; ++thread) {
+    Key* const buffer = buffers.of(thread);
     Keys<F> keys[kRows];
     Search<F, Int> search;
-#pragma omp for schedule(static)
-    for (int64_t first = 0; first < c.rows; first += block) {
+    for (int64_t b = thread * blocks / c.threads; b < (thread + 1) * blocks / c.threads; ++b) {
+      const int64_t first = b * block;
       const int rows = int(std::min(block, c.rows - first));
       for (int r = 0; r < rows; ++r) {
         const Key* row = x + (first + r) * c.x_stride;

@@ -19,7 +19,7 @@
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
-  X(expert_mlp_bwd_hidden) X(expert_mlp_fwd) \
+  X(expert_mlp_bwd_hidden) X(check_plan) X(expert_mlp_fwd) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) \
   X(tree_route_fwd)
@@ -51,7 +51,7 @@
   void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,   \
                      int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first,       \
                      int threads);                                                                                    \
-  void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,    \
+  int topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,    \
                      int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads);     \
   int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,       \
                     int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,              \
@@ -75,17 +75,19 @@
                   int threads);                                                                                       \
   int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,   \
                        int64_t tokens, int threads);                                                                  \
-  void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,  \
-                               int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,         \
-                               int64_t num_experts, const void* row_weight, void* dweight, void* dbias, int64_t din,  \
-                               int64_t dout, int threads);                                                            \
-  void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,          \
+  int grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, int64_t x_rows,     \
+                              const void* grad, int64_t grad_stride, const int32_t* grad_token, int64_t grad_rows,    \
+                              const int32_t* expert_offsets, int64_t num_experts, const void* row_weight,             \
+                              void* dweight, void* dbias, int64_t din, int64_t dout, int64_t rows, int threads);      \
+  int grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,          \
                              int64_t tokens, int64_t dim, int threads);                                               \
   void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre,  \
                       int64_t rows, int64_t width, int threads);                                                      \
-  void expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,       \
+  int expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,       \
                              int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows,             \
-                             int threads);                                                                            \
+                             int64_t tokens, int threads);                                                                            \
+  int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int64_t tokens,   \
+                  int64_t k, int64_t num_rows, int64_t num_experts, int threads);                                     \
   int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in,               \
                      int64_t in_stride_e, int64_t in_stride_k, int64_t in_stride_j, const void* b_in,                 \
                      const void* w_out, int64_t out_stride_e, int64_t out_stride_k, int64_t out_stride_j,             \
@@ -93,7 +95,7 @@
                      const int32_t* slot_row, int index_size, const void* experts, int32_t* scratch, void* pre,       \
                      void* activated, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,               \
                      int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim, int64_t dout, int threads); \
-  void grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);             \
+  int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);             \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,              \
                     int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,            \

@@ -9,6 +9,7 @@
 
 #include "moe/cpu/exp.h"
 #include "moe/cpu/formats.h"
+#include "moe/cpu/indices.h"
 #include "moe/cpu/simd.h"
 
 namespace moe {
@@ -134,12 +135,14 @@ void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights,
   });
 }
 
-void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
-                   int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
-                   int threads) {
+// Returns 1 and writes nothing if an expert is out of range, else 0.
+int topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
+                  int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads) {
+  if (!within(experts, tokens * k, num_experts, 0)) return 1;
   with_format(dtype, [&](auto format) {
     backward<decltype(format)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts, k, threads);
   });
+  return 0;
 }
 
 }  // namespace MOE_ISA

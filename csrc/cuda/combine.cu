@@ -16,7 +16,7 @@ constexpr int kBatch = 4, kChoices = 32;
 constexpr int kBlocks = 5;
 
 // For kBatch choices of a token: the row, the weight, and vector `v` of the row (zeros unless `inside`). For a dropped
-// choice or a choice past `count`: row -1, weight 0 and zeros.
+// choice, a choice past `count` and a row past num_rows, which a stale plan may have: row -1, weight 0 and zeros.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];
@@ -27,9 +27,12 @@ struct Batch {
                    int64_t rows_stride,      // vectors from row to row
                    const int32_t* slot_row,  // (count), of one token
                    const float* weights,     // (count), or nullptr: ones
-                   int count, int v, bool inside) {
+                   int count, uint32_t num_rows, int v, bool inside) {
 #pragma unroll
-    for (int a = 0; a < kBatch; a++) row[a] = a < count ? load(slot_row + a) : -1;
+    for (int a = 0; a < kBatch; a++) {
+      row[a] = a < count ? load(slot_row + a) : -1;
+      if (uint32_t(row[a]) >= num_rows) row[a] = -1;
+    }
 #pragma unroll
     for (int a = 0; a < kBatch; a++) {
       piece[a] = row[a] >= 0 && inside ? load(rows + row[a] * rows_stride + v) : Vector{};
@@ -46,7 +49,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
                    const float* weights,     // (tokens, K), or nullptr
                    const int32_t* slot_row,  // (tokens, K)
                    Vector* y,                // (tokens, D)
-                   int64_t tokens, int k, int vectors) {
+                   int64_t tokens, int k, uint32_t num_rows, int vectors) {
   using Elements = Pack<T, Vector>;
   const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= tokens) return;
@@ -55,7 +58,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   for_pieces(vectors, [&](int v) {
     typename Elements::Floats sums = {};
     for (int i = 0; i < k; i += kBatch) {
-      const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, v, true);
+      const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, num_rows, v,
+                                true);
 #pragma unroll
       for (int a = 0; a < kBatch; a++) {
         typename Elements::Floats values;
@@ -80,7 +84,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
                        const int32_t* expert_offsets,  // (E + 1)
                        Vector* drows,                  // (R, D)
                        float* dweights,                // (tokens, K)
-                       int k, int num_experts, int64_t num_rows, int vectors) {
+                       int k, int num_experts, uint32_t num_rows, int vectors) {
   using Elements = Pack<T, Vector>;
   __shared__ float partial[kChoices][kRowThreads / kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
       typename Elements::Floats dy;
       Elements::unpack(inside ? load(grad + v) : Vector{}, dy);
       for (int i = first; i < last; i += kBatch) {
-        const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, v, inside);
+        const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, num_rows, v, inside);
 #pragma unroll
         for (int a = 0; a < kBatch; a++) {
           if (batch.row[a] < 0) continue;
@@ -132,7 +136,7 @@ struct Forward {
   const void* weights;
   const int32_t* slot_row;
   void* y;
-  int64_t tokens, k, dim;
+  int64_t tokens, k, num_rows, dim;
 };
 
 struct Backward {
@@ -153,7 +157,8 @@ cudaError_t launch_combine(const Forward& c, cudaStream_t stream) {
   const RowGrid over(c.tokens, vectors);
   return launch(combine_kernel<T, Vector>, over.grid, over.block, 0, stream, static_cast<const Vector*>(c.rows),
                 c.rows_stride / kElements, static_cast<const float*>(c.weights), c.slot_row,
-                static_cast<Vector*>(c.y), c.tokens, static_cast<int>(c.k), static_cast<int>(vectors));
+                static_cast<Vector*>(c.y), c.tokens, static_cast<int>(c.k), static_cast<uint32_t>(c.num_rows),
+                static_cast<int>(vectors));
 }
 
 template <class T, class Vector>
@@ -165,7 +170,8 @@ cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
                 stream, static_cast<const Vector*>(c.grad), c.grad_stride / kElements,
                 static_cast<const Vector*>(c.rows), c.rows_stride / kElements, static_cast<const float*>(c.weights),
                 c.slot_row, c.expert_offsets, static_cast<Vector*>(c.drows), static_cast<float*>(c.dweights),
-                static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
+                static_cast<int>(c.k), static_cast<int>(c.num_experts), static_cast<uint32_t>(c.num_rows),
+                static_cast<int>(vectors));
 }
 
 template <class Call>
@@ -176,7 +182,8 @@ cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStr
 }
 
 bool plausible(int64_t tokens, int64_t k, int64_t num_rows, int64_t dim) {
-  return tokens >= 0 && tokens <= INT32_MAX && k >= 0 && num_rows >= 0 && dim >= 0 && dim <= kMaxRow;
+  return tokens >= 0 && tokens <= INT32_MAX && k >= 0 && num_rows >= 0 && num_rows <= INT32_MAX &&
+         dim >= 0 && dim <= kMaxRow;
 }
 
 }  // namespace
@@ -192,7 +199,7 @@ cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const 
   call.weights = weights;
   call.slot_row = slot_row;
   call.y = y;
-  call.tokens = tokens, call.k = k, call.dim = dim;
+  call.tokens = tokens, call.k = k, call.num_rows = num_rows, call.dim = dim;
   return launch_combine(dtype, vectorized, call, stream);
 }
 

@@ -283,7 +283,10 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
     narrow(dense ? scale * expf(widen(logits[token * stride + e]) - highest) : 0.0f, dlogits[e]);
   }
   __syncwarp();
-  for (int i = lane; i < k; i += kWarpSize) narrow(weights[i] * (grad[i] - mean), dlogits[experts[i]]);
+  for (int i = lane; i < k; i += kWarpSize) {
+    const int e = experts[i];
+    if (uint32_t(e) < uint32_t(num_experts)) narrow(weights[i] * (grad[i] - mean), dlogits[e]);
+  }
 }
 
 dim3 blocks(int64_t tokens) { return dim3(static_cast<unsigned>((tokens + kTokens - 1) / kTokens)); }

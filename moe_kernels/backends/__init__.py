@@ -25,7 +25,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-NAMES = ("reference", "cpu", "triton", "cuda")
+KERNELS = ("cpu", "triton", "cuda")
+NAMES = ("reference", *KERNELS)
 
 # Order of the automatic choice, by device type, for operations that are not in ORDER. cuda and triton were not yet
 # timed against each other on a GPU: no measurement puts cuda first.
@@ -243,6 +244,16 @@ def load(name: str, op: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ImportError("no Triton kernel" if error.name == module else "Triton is not installed") from error
+
+
+def kernels(name: str, op: str) -> ModuleType:
+    """As `load`, for an operator, whose argument `backend` no public function may have checked."""
+    if name not in KERNELS:
+        raise ValueError(f"{op}: backend must be one of {', '.join(KERNELS)}; got {name!r}")
+    try:
+        return load(name, op)
+    except ImportError as error:
+        raise BackendError(f"{op}: backend {name!r} cannot run here: {error}") from None
 
 
 def reconsider() -> None:

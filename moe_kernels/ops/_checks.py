@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from moe_kernels import backends
-from moe_kernels.plan import RoutingPlan
+from moe_kernels.plan import RoutingPlan, check_shapes
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
@@ -48,29 +48,10 @@ def check_plan(op: str, plan: object) -> None:
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
     if is_compiling():  # each check would add a guard to the graph, some of them on the number of tokens
         return
-    row_token, slot_row, num_experts = plan.row_token, plan.slot_row, plan.num_experts
-    check_tensor(op, "plan.row_token", row_token, (torch.int32,))
-    check_tensor(op, "plan.slot_row", slot_row, (torch.int32,))
-    check_rank(op, "plan.slot_row", slot_row, "(T, K)")
-    device, row_shape = row_token.device, (row_token.numel(),)
-    for name, array, letters, shape in (
-        ("slot_row", slot_row, "(T, K)", (plan.num_tokens, slot_row.shape[1])),
-        ("expert_offsets", plan.expert_offsets, "(E + 1,)", (num_experts + 1,)),
-        ("row_token", row_token, "(R,)", row_shape),
-        ("row_choice", plan.row_choice, "(R,)", row_shape),
-        ("requested", plan.requested, "(E,)", (num_experts,)),
-        ("kept", plan.kept, "(E,)", (num_experts,)),
-        ("dropped", plan.dropped, "()", ()),
-    ):
-        if not isinstance(array, Tensor) or array.dtype is not torch.int32:
-            check_tensor(op, f"plan.{name}", array, (torch.int32,))
-        if array.shape != shape or not array.is_contiguous() or array.device != device:
-            raise ValueError(
-                f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
-                f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
-            )
-    if row_shape[0] > slot_row.numel():
-        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {row_shape[0]}")
+    check_tensor(op, "plan.row_token", plan.row_token, (torch.int32,))
+    check_tensor(op, "plan.slot_row", plan.slot_row, (torch.int32,))
+    check_rank(op, "plan.slot_row", plan.slot_row, "(T, K)")
+    check_shapes(op, plan)
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:

@@ -24,6 +24,7 @@ def define(
     fake: Callable[..., Any],
     flops: Callable[..., int],
     *,
+    check: Callable[..., object],
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     batched: tuple[int, ...] = (),
@@ -35,6 +36,9 @@ def define(
         implementation: runs for tensors on every device.
         fake: computes shapes and dtypes of the results from tensors without data.
         flops: computes the FLOPs from the arguments, with shapes in place of tensors, for torch.utils.flop_counter.
+        check: raises for arguments that could make `implementation` read or write memory that is not theirs. Its
+            arguments are the operator's name and those of `implementation`. It runs before `implementation` only, so
+            it adds no guards to compiled programs.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd, except that
             `backward` gets None, not zeros, for an output without a gradient, and is not called if no output has one.
         batched: positions of the tensor arguments whose first dimension is a batch; torch.vmap's dimension is merged
@@ -43,7 +47,12 @@ def define(
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+
+    def checked(*args: Any) -> Any:
+        check(name, *args)
+        return implementation(*args)
+
+    _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
     op = getattr(torch.ops.moe_kernels, name).default
     if backward is not None:
@@ -115,9 +124,13 @@ def gradient_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
-def define_check(schema: str, check: Callable[..., None]) -> None:
+def define_check(schema: str, refuse: Callable[..., None], check: Callable[..., None]) -> None:
     """Registers a check of values as an operator, whose fake does nothing: fake tensors have no values to check."""
-    define(schema + " -> ()", check, lambda *args: None, no_flops)
+    define(schema + " -> ()", refuse, lambda *args: None, no_flops, check=check)
+
+
+def no_check(op: str, *args: Any) -> None:
+    """The `check` of an operator that passes its tensors to torch alone."""
 
 
 def no_flops(*args, **kwargs) -> int:

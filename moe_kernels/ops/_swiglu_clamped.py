@@ -10,9 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.ops import _operands
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
 from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
+
+
+def _check(op: str, pre: Tensor, *rest: float) -> None:
+    _operands.floating(op, "pre", pre, pre.dim())
+    if pre.dim() < 1 or pre.shape[-1] % 2:
+        raise ValueError(f"{op}: pre must have an even last dimension, got shape {tuple(pre.shape)}")
+
+
+def _check_bwd(op: str, grad: Tensor, pre: Tensor, *rest: float) -> None:
+    _check(op, pre)
+    _operands.expect(op, "grad", grad, (*pre.shape[:-1], pre.shape[-1] // 2), pre.dtype, pre)
 
 
 def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:
@@ -43,6 +55,7 @@ define(
     _fwd,
     lambda pre, alpha, limit: pre.new_empty((*pre.shape[:-1], pre.shape[-1] // 2)),
     no_flops,
+    check=_check,
     save=_save,
     backward=_backward,
 )
@@ -51,6 +64,7 @@ define(
     _bwd,
     lambda grad, pre, alpha, limit: pre.new_empty(pre.shape),
     no_flops,
+    check=_check_bwd,
     backward=no_second_derivative("swiglu_clamped"),
 )
 

@@ -16,10 +16,24 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, operators
+from moe_kernels.ops.dispatch import check_arrays
 from moe_kernels.plan import RoutingPlan
 from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows, refuse_bad_rows
+
+
+def _check_fwd(op, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend) -> None:
+    num_rows, _ = _operands.floating(op, "rows", rows, 2)
+    check_arrays(op, rows, slot_row, num_rows, row_token, expert_offsets)
+    _operands.expect(op, "weights", weights, slot_row.shape, compute_dtype(rows.dtype), rows)
+    _operands.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, rows)
+
+
+def _check_bwd(op, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend) -> None:
+    _check_fwd(op, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend)
+    _operands.expect(op, "grad", grad, (slot_row.shape[0], rows.shape[1]), rows.dtype, rows)
 
 
 def combine_fwd(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
@@ -27,7 +41,7 @@ def combine_fwd(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: st
     weights = None if weights is None else weights.contiguous()
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("combine", slot_row, x.shape[0])
-    return backends.load(backend, "combine").combine_fwd(contiguous_rows(x), weights, slot_row.contiguous())
+    return backends.kernels(backend, "combine").combine_fwd(contiguous_rows(x), weights, slot_row.contiguous())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -50,7 +64,7 @@ def combine_bwd(grad, x, weights, row_token, slot_row, expert_offsets, row_choic
     if backend != "cpu":
         refuse_bad_rows("combine", slot_row, x.shape[0], expert_offsets=expert_offsets)
     given = contiguous_rows(grad), contiguous_rows(x), weights.contiguous(), slot_row, expert_offsets
-    return backends.load(backend, "combine").combine_bwd(*given)
+    return backends.kernels(backend, "combine").combine_bwd(*given)
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -76,6 +90,7 @@ define(
     ),
     lambda x, weights, row_token, slot_row, *rest: x.new_empty((slot_row.shape[0], x.shape[1])),
     lambda x, weights, *rest, out_shape=None, **kwargs: (1 if weights is None else 2) * x[0] * x[1],
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )
@@ -85,6 +100,7 @@ define(
     combine_bwd,
     lambda grad, x, weights, *rest: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
     lambda grad, x, *rest, out_shape=None, **kwargs: 3 * x[0] * x[1],
+    check=_check_bwd,
     save=_save_all,
     backward=_second,
 )

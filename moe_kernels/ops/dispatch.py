@@ -11,26 +11,59 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
 from moe_kernels.sizes import contiguous_rows, refuse_bad_rows
 
+
+def _check_rows(name: str, op: str, slot_row, num_rows, row_token, expert_offsets) -> None:
+    check_arrays(op, slot_row, slot_row, num_rows, row_token, expert_offsets)
+
+
+def check_arrays(op: str, like: Tensor, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
+    """Raises unless the arrays of a plan are int32, (T, K), (num_rows,) and (E + 1,), on the device of `like`."""
+    tokens, k = _operands.shape_of(op, "slot_row", slot_row, 2)
+    _operands.expect(op, "slot_row", slot_row, (tokens, k), torch.int32, like)
+    _operands.integer(op, "num_rows", num_rows, 0)
+    _operands.expect(op, "row_token", row_token, (num_rows,), torch.int32, like)
+    if expert_offsets is not None:
+        check_offsets(op, expert_offsets, like)
+
+
+def check_offsets(op: str, expert_offsets: Tensor, like: Tensor) -> int:
+    """E; raises unless expert_offsets is (E + 1,) int32, on the device of `like`."""
+    (count,) = _operands.shape_of(op, "expert_offsets", expert_offsets, 1)
+    _operands.expect(op, "expert_offsets", expert_offsets, (max(count, 1),), torch.int32, like)
+    return count - 1
+
+
 define_check(
     "refuse_bad_rows(str op, Tensor slot_row, SymInt num_rows, Tensor? row_token, Tensor? expert_offsets)",
     refuse_bad_rows,
+    _check_rows,
 )
+
+
+def _check_fwd(op: str, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> None:
+    tokens, _ = _operands.floating(op, "x", x, 2)
+    (num_rows,) = _operands.shape_of(op, "row_token", row_token, 1)
+    check_arrays(op, x, slot_row, num_rows, row_token, expert_offsets)
+    if slot_row.shape[0] != tokens:
+        raise ValueError(f"{op}: x must have {slot_row.shape[0]} rows, the tokens of slot_row; got {tuple(x.shape)}")
 
 
 def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
     arrays = [each.contiguous() for each in (row_token, slot_row, expert_offsets)]
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
-    return backends.load(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
+    return backends.kernels(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,6 +80,7 @@ define(
     dispatch_fwd,
     lambda x, row_token, *rest: x.new_empty((row_token.shape[0], x.shape[1])),
     no_flops,
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )

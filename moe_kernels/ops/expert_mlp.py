@@ -22,14 +22,17 @@ from torch.compiler import is_compiling
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_plan, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, INDEX, check_first, check_fits, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
 from moe_kernels.ops._swiglu_clamped import swiglu_clamped
 from moe_kernels.ops.combine import combine, combine_fwd
+from moe_kernels.ops.dispatch import check_arrays, check_offsets
 from moe_kernels.ops.grouped_gemm import (
     HALVING,
     check_activation,
+    check_width,
     contiguous_matrices,
     grouped_gemm,
     grouped_gemm_fwd,
@@ -40,7 +43,7 @@ from moe_kernels.ops.grouped_gemm import (
 )
 from moe_kernels.ops.plan import check_choices, make_plan, make_plan_fwd
 from moe_kernels.plan import RoutingPlan
-from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous, contiguous_rows
+from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous, contiguous_rows, refuse_bad_rows
 
 
 def _check_weights(weights: Tensor, choices: Tensor, x: Tensor) -> None:
@@ -79,6 +82,48 @@ def check_parameters(
         check_fits(op, "b_out", b_out, (experts, dout), "(E, Dout)", "x", x)
 
 
+def check_layers(op: str, x, num_experts, w_in, w_out, b_in, b_out, activation) -> None:
+    """check_parameters for an operator; `x` was checked."""
+    width, dout = (_operands.shape_of(op, name, each, 3)[2] for name, each in (("w_in", w_in), ("w_out", w_out)))
+    _operands.expect(op, "w_in", w_in, (num_experts, x.shape[1], width), x.dtype, x)
+    hidden = check_width(op, "w_in", activation, width)
+    _operands.expect(op, "w_out", w_out, (num_experts, hidden, dout), x.dtype, x)
+    _operands.expect(op, "b_in", b_in, (num_experts, width), x.dtype, x)
+    _operands.expect(op, "b_out", b_out, (num_experts, dout), x.dtype, x)
+
+
+def _check_fwd(
+    op, x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, *rest
+) -> None:
+    tokens, _ = _operands.floating(op, "x", x, 2)
+    (num_rows,) = _operands.shape_of(op, "row_token", row_token, 1)
+    check_arrays(op, x, slot_row, num_rows, row_token)
+    num_experts = check_offsets(op, expert_offsets, x)
+    _operands.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, x)
+    _operands.expect(op, "slot_row", slot_row, (tokens, slot_row.shape[1]), torch.int32, x)
+    _operands.expect(op, "weights", weights, slot_row.shape, compute_dtype(x.dtype), x)
+    check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
+
+
+def _check_bwd(op, grad, x, weights, w_in, w_out, *rest) -> None:
+    *others, pre, activation, wanted, _ = rest
+    _check_fwd(op, x, weights, w_in, w_out, *others, activation)
+    _operands.expect(op, "grad", grad, (x.shape[0], w_out.shape[2]), x.dtype, x)
+    _operands.expect(op, "pre", pre, (others[3].shape[0], w_in.shape[2]), x.dtype, x)  # others[3]: row_token
+    _operands.flags(op, "wanted", wanted, 6)
+
+
+def _check_of_choices(op, x, weights, w_in, w_out, b_in, b_out, experts, activation, backend) -> None:
+    tokens, _ = _operands.floating(op, "x", x, 2)
+    check_tensor(op, "experts", experts, INDEX)
+    k = _operands.shape_of(op, "experts", experts, 2)[1]
+    _operands.expect(op, "experts", experts, (tokens, k), experts.dtype, x)
+    _operands.expect(op, "weights", weights, experts.shape, compute_dtype(x.dtype), x)
+    num_experts = _operands.shape_of(op, "w_in", w_in, 3)[0]
+    _operands.integer(op, "num_experts", num_experts, 1)
+    check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
+
+
 def expert_mlp_fwd(
     x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
@@ -86,10 +131,19 @@ def expert_mlp_fwd(
     found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
+    _refuse_disagreement(plan, backend)
     hidden, pre = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # combine can reuse its memory
     return combine_fwd(result, weights, slot_row, backend), pre
+
+
+def _refuse_disagreement(plan: tuple[Tensor, ...], backend: str) -> None:
+    expert_offsets, row_token, slot_row = plan
+    if backend == "cpu":
+        kernels(backend).refuse_disagreement("expert_mlp", expert_offsets, row_token, slot_row)
+    else:
+        refuse_bad_rows("expert_mlp", slot_row, row_token.shape[0], row_token, expert_offsets)
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
@@ -133,6 +187,7 @@ def expert_mlp_bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options
     *plan, pre, activation, wanted, backend = plan_and_options
     expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
+    _refuse_disagreement((expert_offsets, row_token, slot_row), backend)
     if pre is None:
         pre, _ = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
@@ -209,6 +264,7 @@ define(
     expert_mlp_fwd,
     _fwd_fake,
     _fwd_flops,
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )
@@ -218,6 +274,7 @@ define(
     expert_mlp_bwd,
     _bwd_fake,
     _bwd_flops,
+    check=_check_bwd,
     backward=no_second_derivative("expert_mlp"),
 )
 
@@ -228,6 +285,7 @@ define(
     _of_choices,
     lambda x, weights, w_in, w_out, *rest: x.new_empty((x.shape[0], w_out.shape[2])),
     _of_choices_flops,
+    check=_check_of_choices,
 )
 
 

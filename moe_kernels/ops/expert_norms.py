@@ -18,11 +18,12 @@ from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
 from moe_kernels.ops.combine import combine_fwd
-from moe_kernels.ops.expert_mlp import check_parameters
+from moe_kernels.ops.expert_mlp import check_layers, check_parameters
 from moe_kernels.ops.grouped_gemm import grouped_gemm_fwd, kernels, rows_gradient, weight_gradient
 from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous_matrices
 
@@ -46,6 +47,19 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
         offsets = torch.arange(count + 1, device=x.device, dtype=torch.int32) * num_tokens
         token = torch.arange(num_tokens, device=x.device, dtype=torch.int32).repeat(count) if count > 1 else None
         yield experts, offsets, token
+
+
+def _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend) -> None:
+    _operands.floating(op, "x", x, 2)
+    num_experts = _operands.shape_of(op, "w_in", w_in, 3)[0]
+    check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
+
+
+def _check_bwd(op, grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) -> None:
+    _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend)
+    for name, each in (("grad", grad), ("norms", norms)):
+        _operands.expect(op, name, each, (x.shape[0], w_in.shape[0]), compute_dtype(x.dtype), x)
+    _operands.flags(op, "wanted", wanted, 5)
 
 
 def expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
@@ -150,6 +164,7 @@ define(
     expert_norms_fwd,
     lambda x, w_in, *rest: x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype)),
     lambda x, w_in, w_out, *rest, out_shape=None, **kwargs: sum(_products_flops(x, w_in, w_out)),
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )
@@ -159,6 +174,7 @@ define(
     expert_norms_bwd,
     _bwd_fake,
     _bwd_flops,
+    check=_check_bwd,
     backward=no_second_derivative("expert_norms"),
 )
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, gradient_like, no_second_derivative, operators
 from moe_kernels.ops._swiglu_clamped import swiglu_clamped
+from moe_kernels.ops.dispatch import check_offsets
 from moe_kernels.sizes import (
     CLAMPED,
     GATED,
@@ -32,6 +34,7 @@ from moe_kernels.sizes import (
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *GATED, CLAMPED)
 HALVING = (*GATED, CLAMPED)  # activations that return half the columns that they read
+IN_KERNELS = ("", "relu", "gelu", "silu", "tanh", *GATED)
 
 
 def check_activation(op: str, activation: object, width: int, alpha: float = 1.0, limit: float = 1.0) -> None:
@@ -59,11 +62,53 @@ def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor)
     return index.to(torch.int32)
 
 
-define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token)", refuse_bad_groups)
+def _check_groups(op: str, expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
+    check_offsets(op, expert_offsets, rows)
+    _operands.shape_of(op, "rows", rows, 2)
+    _check_token(op, row_token, rows)
+
+
+def _check_token(op: str, row_token: Tensor | None, x: Tensor) -> int:
+    """R; raises unless row_token is None or (R,) int32, on the device of x."""
+    if row_token is None:
+        return x.shape[0]
+    shape = _operands.shape_of(op, "row_token", row_token, 1)
+    _operands.expect(op, "row_token", row_token, shape, torch.int32, x)
+    return shape[0]
+
+
+define_check(
+    "refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token)", refuse_bad_groups, _check_groups
+)
+
+
+def check_width(op: str, name: str, activation: str, width: int) -> int:
+    """The number of columns after the activation of `width` columns, those of argument `name`."""
+    _operands.one_of(op, "activation", activation, IN_KERNELS)
+    if activation in GATED and width % 2:
+        raise ValueError(f"{op}: {name} must have an even number of columns for {activation}; got {width}")
+    return width // 2 if activation in GATED else width
+
+
+def _check_fwd(op, x, weight, expert_offsets, row_token, bias, activation, *rest) -> tuple[int, int]:
+    """R and the number of columns of the result."""
+    _, din = _operands.floating(op, "x", x, 2)
+    num_experts = check_offsets(op, expert_offsets, x)
+    dout = _operands.shape_of(op, "weight", weight, 3)[2]
+    _operands.expect(op, "weight", weight, (num_experts, din, dout), x.dtype, x)
+    _operands.expect(op, "bias", bias, (num_experts, dout), x.dtype, x)
+    return _check_token(op, row_token, x), check_width(op, "weight", activation, dout)
+
+
+def _check_bwd(op, grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> None:
+    num_rows, width = _check_fwd(op, x, weight, expert_offsets, row_token, bias, activation)
+    _operands.expect(op, "grad", grad, (num_rows, width), x.dtype, x)
+    _operands.expect(op, "pre", pre, (num_rows, weight.shape[2]), x.dtype, x)
+    _operands.flags(op, "wanted", wanted, 3)
 
 
 def kernels(backend: str):
-    return backends.load(backend, "grouped_gemm")
+    return backends.kernels(backend, "grouped_gemm")
 
 
 def grouped_gemm_fwd(
@@ -148,6 +193,8 @@ def grouped_gemm_bwd(
     """The gradients to x, weight and bias, without elements where not wanted. pre: None if it was not saved."""
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
+    if backend != "cpu":  # the C++ kernels check while they read
+        refuse_bad_groups(expert_offsets, x, row_token)
     dx = dweight = dbias = None
     if activation:
         if pre is None:
@@ -184,6 +231,7 @@ define(
     grouped_gemm_fwd,
     _fwd_fake,
     lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: gemm_flops(x, weight, row_token),
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )
@@ -193,6 +241,7 @@ define(
     grouped_gemm_bwd,
     _bwd_fake,
     _bwd_flops,
+    check=_check_bwd,
     backward=no_second_derivative("grouped_gemm"),
 )
 

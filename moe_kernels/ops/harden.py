@@ -24,11 +24,17 @@ def _harden(soft: Tensor) -> Tensor:
         raise ValueError(f"harden: every permutation uses a forbidden pair ({error})") from None
 
 
+def _check(op: str, soft: Tensor) -> None:
+    check_tensor(op, "soft", soft, FLOATING)
+    check_square(op, "soft", soft)
+
+
 define(
     "harden(Tensor soft) -> Tensor",
     _harden,
     lambda soft: soft.new_empty(soft.shape[:-1], dtype=torch.int64),
     no_flops,
+    check=_check,
 )
 
 
@@ -56,7 +62,6 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         >>> mk.harden(torch.tensor([[0.9, 0.1], [0.8, 0.2]]))  # 0.9 + 0.2 is more than 0.1 + 0.8
         tensor([0, 1])
     """
-    check_tensor("harden", "soft", soft, FLOATING)
-    check_square("harden", "soft", soft)
+    _check("harden", soft)
     backends.choose("harden", backend, soft)
     return operators.harden(soft.detach())

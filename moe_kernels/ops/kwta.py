@@ -20,6 +20,7 @@ from torch import Tensor
 
 import python_ref.kwta as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, check_choice, check_decimal, check_int, check_like, check_tensor
 from moe_kernels.ops._define import define, no_flops, operators
 from moe_kernels.sizes import contiguous_rows, words
@@ -51,11 +52,18 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
+def _check_fwd(op: str, x: Tensor, values: Tensor | None, k: int, ties: str, *rest: Any) -> None:
+    shape = _operands.floating(op, "x", x, 2)
+    _operands.expect(op, "values", values, shape, x.dtype, x)
+    _operands.integer(op, "k", k, 0, shape[1])
+    _operands.one_of(op, "ties", ties, TIES)
+
+
 def kwta_fwd(
     x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     values = None if values is None else contiguous_rows(values)
-    return backends.load(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
+    return backends.kernels(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
 
 
 def _fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
@@ -77,8 +85,13 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (None, masked, *[None] * 4) if ctx.through_values else (masked, *[None] * 5)
 
 
+def _check_bwd(op: str, grad: Tensor, bits: Tensor, backend: str) -> None:
+    rows, n = _operands.floating(op, "grad", grad, 2)
+    _operands.expect(op, "bits", bits, (rows, words(n)), torch.int32, grad)
+
+
 def kwta_bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
+    return backends.kernels(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
 
 
 def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -93,7 +106,7 @@ def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
+    return backends.kernels(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
 
 
 def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:
@@ -105,6 +118,7 @@ define(
     kwta_fwd,
     _fwd_fake,
     _one_per_element,
+    check=_check_fwd,
     save=_save,
     backward=_backward,
     batched=(0, 1),
@@ -114,6 +128,7 @@ define(
     kwta_bwd,
     lambda grad, bits, backend: grad.new_empty(grad.shape),
     _one_per_element,
+    check=_check_bwd,
     save=_save_bits,
     backward=_masked,
     batched=(0, 1),
@@ -123,6 +138,7 @@ define(
     _mask,
     lambda x, k, ties, backend: x.new_empty(x.shape, dtype=torch.bool),
     no_flops,
+    check=lambda op, x, k, ties, backend: _check_fwd(op, x, None, k, ties),
     batched=(0,),
 )
 

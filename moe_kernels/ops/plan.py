@@ -17,6 +17,7 @@ from torch import Tensor
 
 import python_ref.plan as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_factor, check_int, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
@@ -24,6 +25,7 @@ from moe_kernels.sizes import contiguous_rows, plan_rows, refuse_unknown_experts
 
 ORDERS = ("choice", "token")
 INT32_MAX = 2**31 - 1
+MOST_EXPERTS = 2**24  # plans hold several arrays with an element an expert
 
 
 def check_choices(op: str, experts: Tensor) -> int:
@@ -52,13 +54,32 @@ def _check_size(op: str, num_tokens: int, k: int, letter: str) -> None:
         )
 
 
-define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts)
+def _check_known(op: str, experts: Tensor, num_experts: int) -> None:
+    check_tensor(op, "experts", experts, INDEX)
+
+
+define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts, _check_known)
+
+
+def _check_plan(op: str, experts: Tensor, num_experts: int, capacity, priority, order, backend) -> None:
+    num_tokens = check_choices(op, experts)
+    _operands.integer(op, "num_experts", num_experts, 1, MOST_EXPERTS)
+    if capacity is not None:
+        _operands.integer(op, "capacity", capacity, 0)
+    if priority is not None:
+        _operands.floating(op, "priority", priority, 1)
+        _operands.expect(op, "priority", priority, (num_tokens,), priority.dtype, experts)
+    _operands.one_of(op, "order", order, ORDERS)
+
+
+def _check_scored(op: str, scores: Tensor, capacity: int, backend: str) -> None:
+    _check_scores(op, scores, capacity)
 
 
 def make_plan_fwd(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_unknown_experts(experts, num_experts)
-    return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
+    return backends.kernels(backend, "plan").make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order)
 
 
 def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
@@ -91,18 +112,25 @@ define(
     make_plan_fwd,
     _make_plan_fake,
     no_flops,
+    check=_check_plan,
 )
 define(
     f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
-    lambda scores, capacity, backend: backends.load(backend, "plan").plan_expert_choice_fwd(scores, capacity),
+    lambda scores, capacity, backend: backends.kernels(backend, "plan").plan_expert_choice_fwd(
+        contiguous_rows(scores), capacity
+    ),
     _plan_expert_choice_fake,
     no_flops,
+    check=_check_scored,
 )
 define(
     f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
-    lambda scores, capacity, backend: backends.load(backend, "plan").plan_priority_fwd(scores, capacity),
+    lambda scores, capacity, backend: backends.kernels(backend, "plan").plan_priority_fwd(
+        contiguous_rows(scores), capacity
+    ),
     _plan_priority_fake,
     no_flops,
+    check=_check_scored,
 )
 
 
@@ -123,7 +151,7 @@ def make_plan(
     Args:
         experts: (T, K) int32 or int64, the choices of every token, best first; -1 is no choice. A token may name an
             expert twice; each is a request.
-        num_experts: E, at least 1.
+        num_experts: E, from 1 to 2^24.
         capacity: largest number of rows of an expert (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), float32, bfloat16, float16 or float64, for Batch Prioritized Routing: tokens are visited in
             descending priority instead of by position, tokens of equal priority by position. -0.0 equals 0.0, NaN is
@@ -152,7 +180,7 @@ def make_plan(
         (tensor([ 0,  2,  1, -1], dtype=torch.int32), tensor(1, dtype=torch.int32))
     """
     num_tokens = check_choices("make_plan", experts)
-    num_experts = check_int("make_plan", "num_experts", num_experts, 1, INT32_MAX, "experts")
+    num_experts = check_int("make_plan", "num_experts", num_experts, 1, MOST_EXPERTS, "experts")
     if capacity is not None:
         capacity = check_int("make_plan", "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
     if priority is not None:
@@ -169,7 +197,7 @@ def make_plan(
         operators.refuse_unknown_experts(experts, num_experts)
         plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
         return RoutingPlan(*plan)
-    arrays = operators.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
+    arrays = operators.make_plan_fwd(experts, num_experts, capacity, priority, order, chosen)
     return RoutingPlan(num_tokens, num_experts, *arrays)
 
 
@@ -211,7 +239,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     if chosen == "reference":
         definition, weights = reference.plan_expert_choice(scores, capacity)
         return RoutingPlan(*definition), weights
-    arrays = operators.plan_expert_choice_fwd(contiguous_rows(scores.detach()), capacity, chosen)
+    arrays = operators.plan_expert_choice_fwd(scores.detach(), capacity, chosen)
     plan = RoutingPlan(num_tokens, num_experts, *arrays)
     return plan, torch.where(plan.slot_row >= 0, scores, 0)
 
@@ -254,7 +282,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     if chosen == "reference":
         definition, weights = reference.plan_priority(scores, capacity)
         return RoutingPlan(*definition), weights
-    *arrays, experts = operators.plan_priority_fwd(contiguous_rows(scores.detach()), capacity, chosen)
+    *arrays, experts = operators.plan_priority_fwd(scores.detach(), capacity, chosen)
     weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
     return RoutingPlan(num_tokens, num_experts, *arrays), weights
 

@@ -32,6 +32,7 @@ from torch.compiler import is_compiling
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import (
     FLOATING,
     check_choice,
@@ -45,6 +46,7 @@ from moe_kernels.ops._define import define, no_second_derivative, operators
 from moe_kernels.sizes import contiguous, contiguous_rows
 
 GRADIENTS = ("unrolled", "implicit")
+MOST_ITERATIONS = 2**20  # kernels keep vectors of every iteration for backward
 
 
 def _taus(first: float, last: float) -> Tensor:
@@ -92,10 +94,40 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
         raise ValueError(f"sinkhorn: gradient='implicit' computes no gradient for {name}; got {name} that requires one")
 
 
+def _check_fwd(op, scores, taus, iterations, row_sums, column_sums, *rest) -> None:
+    batch, n, _ = _operands.floating(op, "scores", scores, 3)
+    _operands.expect(op, "scores", scores, (batch, n, n), scores.dtype, scores)
+    _check_taus(op, taus)
+    _operands.integer(op, "iterations", iterations, 0, MOST_ITERATIONS)
+    for name, each in (("row_sums", row_sums), ("column_sums", column_sums)):
+        _operands.expect(op, name, each, (batch, n), torch.float64, scores)
+    if (row_sums is None) != (column_sums is None):
+        raise ValueError(f"{op}: row_sums and column_sums must both be given, or neither")
+
+
+def _check_taus(op: str, taus: Tensor) -> None:
+    if taus.shape != (2,) or taus.dtype != torch.float64 or not taus.is_cpu:
+        raise ValueError(f"{op}: taus must be (2,) float64 on the CPU; got {tuple(taus.shape)} {taus.dtype}")
+    for tau in taus.tolist():
+        _operands.positive(op, "taus", tau)
+
+
+def _check_bwd(op, grad, scores, *rest) -> None:
+    _check_fwd(op, scores, *rest)
+    _operands.expect(op, "grad", grad, scores.shape, scores.dtype, scores)
+
+
+def _check_implicit(op: str, grad: Tensor, p: Tensor, taus: Tensor) -> None:
+    batch, n, _ = _operands.floating(op, "p", p, 3)
+    for name, each in (("p", p), ("grad", grad)):
+        _operands.expect(op, name, each, (batch, n, n), p.dtype, p)
+    _check_taus(op, taus)
+
+
 def sinkhorn_fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
     if scores.numel() == 0:
         return scores.new_empty(scores.shape)
-    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    kernels, temperatures = backends.kernels(backend, "sinkhorn"), _temperatures(taus, iterations)
     p = kernels.sinkhorn_fwd(contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
     if implicit:
         reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
@@ -126,7 +158,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def sinkhorn_bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backend) -> tuple[Tensor, ...]:
     if scores.numel() == 0:
         return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
-    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    kernels, temperatures = backends.kernels(backend, "sinkhorn"), _temperatures(taus, iterations)
     given = contiguous_rows(grad), contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
     return tuple(grad.new_empty(0) if each is None else each for each in kernels.sinkhorn_bwd(*given))
 
@@ -151,6 +183,7 @@ define(
     sinkhorn_fwd,
     lambda scores, *rest: scores.new_empty(scores.shape),
     lambda scores, taus, iterations, *rest, out_shape=None, **kwargs: 4 * iterations * _numel(scores),
+    check=_check_fwd,
     save=_save,
     backward=_backward,
     batched=(0, 3, 4),
@@ -160,6 +193,7 @@ define(
     sinkhorn_bwd,
     _bwd_fake,
     lambda grad, scores, taus, iterations, *rest, out_shape=None, **kwargs: 12 * iterations * _numel(scores),
+    check=_check_bwd,
     backward=no_second_derivative("sinkhorn"),
     batched=(0, 1, 4, 5),
 )
@@ -168,6 +202,7 @@ define(
     _implicit_bwd,
     lambda grad, p, taus: p.new_empty(p.shape),
     lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # without the linear solve
+    check=_check_implicit,
     backward=no_second_derivative("sinkhorn"),
     batched=(0, 1),
 )
@@ -196,7 +231,7 @@ def sinkhorn(
         scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
             -inf forbids a pair; a row or column of -inf alone becomes zeros. A matrix that holds NaN or +inf becomes
             NaN everywhere (if iterations > 0), without effect on other matrices.
-        iterations: at least 0. Each normalises the rows, then the columns.
+        iterations: from 0 to 2^20. Each normalises the rows, then the columns.
         tau: temperature, finite and above 0. Results for float32 scores at tau down to 1e-7 are within 1e-6 of those
             computed in float64.
         gradient: "unrolled": the gradient of the computed iterations. "implicit": the gradient of the fixed point, at a
@@ -241,7 +276,7 @@ def sinkhorn(
     """
     check_tensor("sinkhorn", "scores", scores, FLOATING, batched=True)
     check_square("sinkhorn", "scores", scores)
-    iterations = check_int("sinkhorn", "iterations", iterations, 0, 2**31 - 1, "iterations")
+    iterations = check_int("sinkhorn", "iterations", iterations, 0, MOST_ITERATIONS, "iterations")
     tau = check_positive("sinkhorn", "tau", tau)
     anneal_from = _check_annealing(anneal_from, tau, tolerance)
     check_choice("sinkhorn", "gradient", gradient, GRADIENTS)

@@ -18,15 +18,22 @@ from torch import Tensor
 
 import python_ref.topk_gate as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
-from moe_kernels.sizes import compute_dtype, contiguous_rows
+from moe_kernels.sizes import compute_dtype, contiguous_rows, is_checked, refuse_outside
 
 ORDERS = ("topk_softmax", "softmax_topk")
 
 
+def _check_fwd(op: str, logits: Tensor, k: int, order: str, backend: str) -> None:
+    _, num_experts = _operands.floating(op, "logits", logits, 2)
+    _operands.integer(op, "k", k, 0, num_experts)
+    _operands.one_of(op, "order", order, ORDERS)
+
+
 def topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-    return backends.load(backend, "topk_gate").topk_gate_fwd(contiguous_rows(logits), k, order)
+    return backends.kernels(backend, "topk_gate").topk_gate_fwd(contiguous_rows(logits), k, order)
 
 
 def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -47,12 +54,25 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return dlogits, None, None, None
 
 
+def _check_bwd(op, grad, weights, experts, logits, num_experts, dtype, backend) -> None:
+    if dtype not in FLOATING:
+        raise TypeError(f"{op}: dtype must be float32, bfloat16, float16 or float64; got {dtype}")
+    shape = _operands.shape_of(op, "grad", grad, 2)
+    _operands.expect(op, "grad", grad, shape, compute_dtype(dtype), grad)
+    _operands.integer(op, "num_experts", num_experts, shape[1])
+    _operands.expect(op, "weights", weights, shape, grad.dtype, grad)
+    _operands.expect(op, "experts", experts, shape, torch.int32, grad)
+    _operands.expect(op, "logits", logits, (shape[0], num_experts), dtype, grad)
+
+
 def topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype, backend) -> Tensor:
     if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is NaN
         return logits.to(compute_dtype(dtype)).softmax(1).mul(0).to(dtype)
+    if backend != "cpu" and is_checked(experts):  # the C++ kernel checks while it reads
+        refuse_outside("topk_gate_bwd: experts", experts, 0, num_experts)
     grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()
     logits = None if logits is None else contiguous_rows(logits)
-    return backends.load(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
+    return backends.kernels(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
 
 
 define(
@@ -60,6 +80,7 @@ define(
     topk_gate_fwd,
     _fwd_fake,
     no_flops,
+    check=_check_fwd,
     save=_save,
     backward=_backward,
     batched=(0,),
@@ -72,6 +93,7 @@ define(
         (grad.shape[0], num_experts), dtype=dtype
     ),
     no_flops,
+    check=_check_bwd,
     backward=no_second_derivative("topk_gate"),
     batched=(0, 1, 2, 3),
 )

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends
+from moe_kernels.ops import _operands
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_choice, check_fits, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_flops, no_second_derivative, operators
@@ -36,6 +37,7 @@ from moe_kernels.sizes import compute_dtype, contiguous
 from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
+MODES = ("", "tf", "bert")  # the same for operators
 
 # Smallest normal number of each compute dtype. If gamma is from this number to its inverse, 1 / gamma is normal too.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
@@ -73,6 +75,53 @@ def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
     return number
 
 
+def _check_tree(op, x, split_weight, leaf_weight, split_bias=None, leaf_bias=None) -> tuple[int, int, int]:
+    """T, K and E, for an operator."""
+    tokens, dim = _operands.floating(op, "x", x, 2)
+    trees, experts, _ = _operands.shape_of(op, "leaf_weight", leaf_weight, 3)
+    if trees < 1 or experts < 2:
+        raise ValueError(f"{op}: leaf_weight must be (K, E, P) with K >= 1, E >= 2; got {tuple(leaf_weight.shape)}")
+    for name, each, nodes in (("split", split_weight, experts - 1), ("leaf", leaf_weight, experts)):
+        bias = split_bias if name == "split" else leaf_bias
+        _operands.expect(op, f"{name}_weight", each, (trees, nodes, dim), x.dtype, x)
+        _operands.expect(op, f"{name}_bias", bias, (trees, nodes), x.dtype, x)
+    return tokens, trees, experts
+
+
+def _check_fwd(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend) -> None:
+    _check_tree(op, x, split_weight, leaf_weight, split_bias, leaf_bias)
+    _check_gamma(op, gamma, x.dtype)
+    _operands.one_of(op, "mode", mode, MODES)
+
+
+def _check_route(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, backend) -> None:
+    _check_fwd(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, "", backend)
+
+
+def _check_bwd(op, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode, backend) -> None:
+    tokens, trees, experts = _operands.floating(op, "leaf_logits", leaf_logits, 3)
+    if trees < 1 or experts < 2:
+        raise ValueError(f"{op}: leaf_logits must be (T, K, E), K >= 1, E >= 2; got {tuple(leaf_logits.shape)}")
+    dtype = results_dtype(leaf_logits.dtype, backend)
+    _operands.expect(op, "split_logits", split_logits, (tokens, trees, experts - 1), leaf_logits.dtype, leaf_logits)
+    _operands.expect(op, "grad_gates", grad_gates, (tokens, experts), dtype, leaf_logits)
+    _operands.expect(op, "grad_leaf_probs", grad_leaf_probs, leaf_logits.shape, dtype, leaf_logits)
+    _check_gamma(op, gamma, leaf_logits.dtype)
+    _operands.one_of(op, "mode", mode, MODES)
+
+
+def _check_logits_bwd(op, dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend) -> None:
+    tokens, trees, experts = _check_tree(op, x, split_weight, leaf_weight)
+    for name, each, nodes in (
+        ("dsplit", dsplit, experts - 1),
+        ("dleaf", dleaf, experts),
+        ("split_logits", split_logits, experts - 1),
+    ):
+        _operands.expect(op, name, each, (tokens, trees, nodes), x.dtype, x)
+    _check_gamma(op, gamma, x.dtype)
+    _operands.flags(op, "wants", wants, 3)
+
+
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """<weight_kn, x_t> + bias_kn by torch, for N nodes or leaves of each of K trees.
 
@@ -97,11 +146,11 @@ def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> 
 
 def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
     """Dtype of gates and leaf probabilities: `dtype`, that of x, if kernels round to it, else the compute dtype."""
-    return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
+    return dtype if getattr(backends.kernels(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
 
 
 def tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
-    kernels = backends.load(backend, "tree_gate")
+    kernels = backends.kernels(backend, "tree_gate")
     fits = getattr(kernels, "tree_gate_fits", None)
     if fits is not None and fits(x, split_weight, leaf_weight):
         return kernels.tree_gate_fused_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode)
@@ -144,11 +193,11 @@ def tree_gate_bwd(
     grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode, backend
 ) -> tuple[Tensor, Tensor]:
     given = contiguous(grad_gates, grad_leaf_probs, split_logits, leaf_logits)
-    return backends.load(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
+    return backends.kernels(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
 
 
 def tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend):
-    kernels = backends.load(backend, "tree_gate")
+    kernels = backends.kernels(backend, "tree_gate")
     dsplit, dleaf, split_logits = contiguous(dsplit, dleaf, split_logits)
     if hasattr(kernels, "tree_gate_logits_bwd"):
         return kernels.tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants)
@@ -166,7 +215,7 @@ def _tree_gate_logits_bwd_fake(dsplit, dleaf, split_logits, x, split_weight, lea
 
 
 def tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, backend):
-    kernels = backends.load(backend, "tree_route")
+    kernels = backends.kernels(backend, "tree_route")
     return kernels.tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma)
 
 
@@ -201,6 +250,7 @@ define(
     tree_gate_fwd,
     _tree_gate_fwd_fake,
     _tree_gate_flops,
+    check=_check_fwd,
     save=_save,
     backward=_backward,
 )
@@ -212,6 +262,7 @@ define(
         gradient_like(each, True) for each in logits_and_rest[:2]
     ),
     no_flops,
+    check=_check_bwd,
     backward=no_second_derivative("tree_gate"),
 )
 define(
@@ -220,6 +271,7 @@ define(
     tree_gate_logits_bwd,
     _tree_gate_logits_bwd_fake,
     _tree_gate_logits_bwd_flops,
+    check=_check_logits_bwd,
     backward=no_second_derivative("tree_gate"),
 )
 define(
@@ -227,6 +279,7 @@ define(
     tree_route_fwd,
     _tree_route_fwd_fake,
     _tree_route_flops,
+    check=_check_route,
 )
 
 

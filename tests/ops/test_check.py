@@ -27,8 +27,10 @@ X = torch.zeros(2, 4)
 STALE = {
     "row_token": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: refuse_bad_rows("combine", on_gpu(0, 2), 2),
-    "end between": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
-    "must rise": lambda: refuse_bad_groups(on_gpu(0, 5), X, None),
+    "plan.expert_offsets must rise": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
+    "each of the 2 rows": lambda: refuse_bad_rows("dispatch", on_gpu(0, 0)[:, None], 2, on_gpu(0, 1), on_gpu(0, 2)),
+    "must agree": lambda: refuse_bad_rows("dispatch", on_gpu(0, 1)[:, None], 2, on_gpu(1, 0), on_gpu(0, 2)),
+    "grouped_gemm: expert_offsets must rise": lambda: refuse_bad_groups(on_gpu(0, 5), X, None),
     "from -1": lambda: refuse_bad_groups(on_gpu(0, 2), X, on_gpu(0, 7)),
 }
 

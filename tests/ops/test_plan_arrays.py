@@ -40,6 +40,7 @@ OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
     "expert_mlp": expert_mlp,
 }
+OFFSETS = "expert_offsets must rise from 0 to at most R = 12"
 TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be from -1 \(no row\) to 11"
 
 
@@ -49,12 +50,12 @@ TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be
     [
         *(("dispatch", "row_token", value, TOKEN) for value in (6, 10**8, -2, -(2**31))),
         *((op, "slot_row", value, SLOT) for op in ("dispatch", "combine") for value in (12, 10**8, -2, -(2**31))),
-        *(("dispatch", "expert_offsets", value, "expert_offsets must end between 0 and R = 12") for value in (13, -1)),
+        *((op, "expert_offsets", value, OFFSETS) for op in ("dispatch", "expert_mlp") for value in (13, -1)),
     ],
 )
 def test_indices_out_of_range_are_refused(op, name, value, words, backend):
     # Messages on row_token and slot_row end in "<least> to <greatest>"; a positive value here is the greatest.
-    low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
+    low = r"\[.*, " if name == "expert_offsets" else "-?\\d+ to " if value > 0 else ""
     with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
         OPS[op](holding(name, value), backend)
 
@@ -77,10 +78,38 @@ def test_a_backward_refuses_what_it_alone_reads():
     rows, weights = SLOTS.clone().requires_grad_(), torch.rand(TOKENS, 2, requires_grad=True)
     for value in (13, -1):
         y = mk.combine(rows, holding("expert_offsets", value), weights, backend="cpu")
-        with pytest.raises(
-            ValueError, match=f"^combine: plan.expert_offsets must end between 0 and R = 12; got {value}"
-        ):
+        with pytest.raises(ValueError, match=f"^combine: plan.{OFFSETS}; got .*, {value}]"):
             y.sum().backward()
+    unfilled = replace(plan(), slot_row=plan().slot_row.clone().fill_(-1))  # drows would keep what its memory held
+    with pytest.raises(ValueError, match=r"^combine: plan\.slot_row must name each of the 12 rows in use once"):
+        mk.combine(rows, unfilled, weights, backend="cpu").sum().backward()
+
+
+DISAGREEING = {
+    "slot_row must name each of the 12 rows in use once": lambda made: made.slot_row[0].fill_(int(made.slot_row[1, 0])),
+    "row_token and plan.slot_row must agree": lambda made: made.row_token.copy_(made.row_token.roll(1)),
+}
+
+
+@EACH
+@pytest.mark.parametrize("op", ["dispatch", "expert_mlp"])
+@pytest.mark.parametrize("words", DISAGREEING)
+def test_arrays_that_disagree_are_refused(words, op, backend):
+    made = plan()
+    DISAGREEING[words](made)
+    with pytest.raises(ValueError, match=f"^{op}: plan.{words}"):
+        OPS[op](made, backend)
+
+
+def test_a_large_expert_mlp_and_its_backward_refuse_arrays_that_disagree():
+    made = mk.make_plan(EXPERTS, 3)
+    x = torch.randn(TOKENS, 4, requires_grad=True)
+    w_in, w_out = torch.randn(3, 4, 2**17), torch.randn(3, 2**17, 4)
+    y = mk.expert_mlp(x, made, w_in, w_out, weights=None, backend="cpu")
+    made.row_token.data.copy_(made.row_token.roll(1))  # .data: autograd does not see it
+    for call in (y.sum().backward, lambda: mk.expert_mlp(x, made, w_in, w_out, weights=None, backend="cpu")):
+        with pytest.raises(ValueError, match=r"^expert_mlp: plan.row_token and plan.slot_row must agree"):
+            call()
 
 
 @pytest.mark.parametrize(("name", "value"), [("row_token", 6), ("slot_row", 12), ("expert_offsets", 13)])

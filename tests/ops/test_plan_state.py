@@ -9,12 +9,17 @@ from dataclasses import fields
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import moe_kernels as mk
 
 
 def plan():
     return mk.make_plan(torch.randint(4, (9, 2), generator=torch.Generator().manual_seed(0)), 4, capacity=3)
+
+
+def plan_without_unused_rows():
+    return mk.make_plan(torch.randint(4, (9, 2), generator=torch.Generator().manual_seed(0)), 4)
 
 
 def equal(one, other):
@@ -73,8 +78,33 @@ def test_other_states_are_refused(change, error, words):
         mk.RoutingPlan.from_state_dict(plan().state_dict() | change)
 
 
-def test_a_loaded_plan_that_does_not_fit_is_refused_by_operations():
-    state = plan().state_dict()
-    wrong = mk.RoutingPlan.from_state_dict(state | {"slot_row": state["slot_row"][:3]})
-    with pytest.raises(ValueError, match=r"dispatch: plan\.slot_row must be"):
-        mk.dispatch(torch.randn(9, 4), wrong)
+EDITS = {
+    "slot_row must be": lambda state: state.update(slot_row=state["slot_row"][:3]),
+    "expert_offsets must rise": lambda state: state["expert_offsets"].add_(1),
+    "kept must be": lambda state: state["kept"][0].add_(1),
+    "requested must": lambda state: state["requested"].zero_(),
+    "dropped must": lambda state: state["dropped"].add_(1),
+    "row_token must be from": lambda state: state["row_token"][0].fill_(9),
+    "row_choice must be from": lambda state: state["row_choice"][0].fill_(-1),
+    "slot_row must name": lambda state: state["slot_row"][0, 0].fill_(18),
+    "must be r for every row": lambda state: state["row_token"].copy_(state["row_token"].roll(1)),
+}
+
+
+@pytest.mark.parametrize("words", EDITS)
+def test_an_edited_plan_is_refused_when_it_is_loaded(words):
+    state = plan_without_unused_rows().state_dict()
+    mk.RoutingPlan.from_state_dict(state)
+    EDITS[words](state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=f"RoutingPlan: .*{words}"):
+        mk.RoutingPlan.from_state_dict(torch.load(file))
+
+
+def test_a_plan_of_fake_tensors_is_copied():
+    with FakeTensorMode():
+        made = plan()
+        assert mk.RoutingPlan.from_state_dict(made.state_dict()).slot_row.shape == made.slot_row.shape
+    assert copy.deepcopy(plan().to("meta")).slot_row.is_meta

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups
+from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups, refuse_bad_rows, refuse_outside
 
 # C++ always multiplies if the experts have up to SMALL multiply-adds on average.
 SMALL = 2**21
@@ -63,27 +63,36 @@ def grouped_gemm_bwd_weight(
     dtype, (num_experts, din, dout) = x.dtype, size
     num_rows = (x if x_token is None else x_token).shape[0]
     small = in_cpp(dtype, size, num_rows)
+    if not small:
+        refuse_bad_groups(expert_offsets, x, x_token)
+        refuse_bad_groups(expert_offsets, grad, grad_token)
     if small:
         dweight = x.new_empty(size)
     else:
         dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
     dbias = x.new_empty(num_experts if with_bias else 0, dout)
     if small or with_bias:
-        native.call(
+        out_of_range = native.call(
             "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
-            (x_token, torch.int32, 1), (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
-            (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1), (dweight, dtype, 3),
-            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # din 0: only dbias
+            (x_token, torch.int32, 1), x.shape[0], (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
+            grad.shape[0], (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1),
+            (dweight, dtype, 3), (dbias if with_bias else None, dtype, 2), din if small else 0, dout,
+            num_rows,  # din 0: only dbias
         )  # fmt: skip
+        if out_of_range:
+            refuse_bad_groups(expert_offsets, x, x_token)
+            refuse_bad_groups(expert_offsets, grad, grad_token)
     return dweight, dbias
 
 
 def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     out = rows.new_empty(num_tokens, rows.shape[1])
-    native.call(
+    out_of_range = native.call(
         "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype, 2), (row_token, torch.int32, 1),
         (out, rows.dtype, 2), rows.shape[0], *out.shape,
     )  # fmt: skip
+    if out_of_range:
+        refuse_outside("grouped_gemm: row_token", row_token, -1, num_tokens, "zeros")
     return out
 
 
@@ -93,14 +102,19 @@ def expert_mlp_bwd_hidden(
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
     large = not in_cpp(grad.dtype, weight.shape, pre.shape[0])
+    if large:
+        refuse_bad_groups(expert_offsets, grad, row_token)
     by_torch = _multiply_in_torch(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _reuse_or_allocate(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
-    native.call(
+    out_of_range = native.call(
         "expert_mlp_bwd_hidden", _work(pre.shape[0], weight.shape),
         *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, compute_dtype(pre.dtype), 1),
         (b_out, pre.dtype, 2), (pre, pre.dtype, 2), ACTIVATIONS[activation], (dpre, pre.dtype, 2),
         (weighted, pre.dtype, 2), (drow_weight, row_weight.dtype, 1), pre.shape[0],
+        grad.shape[0],
     )  # fmt: skip
+    if out_of_range:
+        refuse_bad_groups(expert_offsets, grad, row_token)
     return dpre, weighted, drow_weight
 
 
@@ -141,13 +155,26 @@ def grouped_gemm_norms(
 ) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype))
     large = not in_cpp(rows.dtype, weight.shape, rows.shape[0])
+    if large:
+        refuse_bad_groups(expert_offsets, rows, None)
     by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
-    native.call(
+    out_of_range = native.call(
         "grouped_gemm_norms", _work(rows.shape[0], weight.shape),
         *_operands(rows, weight, expert_offsets, None, by_torch), (bias, rows.dtype, 2), (out, out.dtype, 1),
         rows.shape[0],
     )  # fmt: skip
+    if out_of_range:
+        refuse_bad_groups(expert_offsets, rows, None)
     return out
+
+
+def refuse_disagreement(native, op, expert_offsets, row_token, slot_row) -> None:
+    """As sizes.refuse_bad_rows for all arrays of a plan."""
+    if native.call(
+        "check_plan", slot_row, *((each, torch.int32, each.dim()) for each in (expert_offsets, row_token, slot_row)),
+        *slot_row.shape, row_token.shape[0], expert_offsets.shape[0] - 1,
+    ):  # fmt: skip
+        refuse_bad_rows(op, slot_row, row_token.shape[0], row_token, expert_offsets)
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.sizes import compute_dtype, words
+from moe_kernels.sizes import compute_dtype, refuse_outside, words
 
 SCRATCH = 20  # most bytes of scratch per thread and expert: a float64 logit (8), an integer key (8), an index (4)
 
@@ -28,9 +28,11 @@ def topk_gate_fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tup
 
 def topk_gate_bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
-    native.call(
+    out_of_range = native.call(
         "topk_gate_bwd", dlogits, dtype, (grad, compute_dtype(dtype), 2), (weights, compute_dtype(dtype), 2),
         (experts, torch.int32, 2), (logits, dtype, 2), 0 if logits is None else logits.stride(0), (dlogits, dtype, 2),
         *dlogits.shape, grad.shape[1],
     )  # fmt: skip
+    if out_of_range:
+        refuse_outside("topk_gate_bwd: experts", experts, 0, num_experts)
     return dlogits

@@ -108,7 +108,7 @@ def clear_rows(
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes zeros to rows expert_offsets[E] to R - 1. The programs of the grid share this work."""
-    first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
+    first = tl.maximum(tl.load(expert_offsets_ptr + E), 0) + tl.program_id(0).to(tl.int64) * BLOCK_T
     zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
     while first < R:
         row = first + tl.arange(0, BLOCK_T)

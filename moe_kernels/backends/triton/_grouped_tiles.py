@@ -38,8 +38,9 @@ def find_tile(
             reached = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
             expert = tl.where(reached, middle, expert)
             above = tl.where(reached, above, middle)
-    begin = tl.load(expert_offsets_ptr + expert)
-    end = tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R)
+    # Offsets of a stale plan are kept inside the R rows, which kernels write.
+    begin = tl.maximum(tl.load(expert_offsets_ptr + expert), 0)
+    end = tl.minimum(tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R), R)
     return expert, begin + (tile - begin // BLOCK_M - expert) * BLOCK_M, end
 
 

@@ -21,6 +21,7 @@ def _sum_rows(
     stride_rows_R,
     T,
     K,
+    R,
     D,
     WEIGHTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -29,11 +30,12 @@ def _sum_rows(
     """Stores columns `d` of the sums of BLOCK_T tokens."""
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.range(0, K, loop_unroll_factor=2):
-        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
-        inside = (row >= 0)[:, None] & (d < D)
+        slot = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1)
+        used, row = slot.to(tl.uint32) < R, slot.to(tl.int64)  # a row past R, as in a stale plan, is no row
+        inside = used[:, None] & (d < D)
         values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
+            weight = tl.load(weights_ptr + token * K + k, mask=used, other=0.0)
             sums = tl.fma(weight[:, None], values, sums)
         else:
             sums += values
@@ -43,7 +45,7 @@ def _sum_rows(
 
 # `weighted` is no constexpr, so one compiled kernel computes the weighted sums of combine and the plain sums of
 # dispatch's backward.
-@triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
+@triton.jit(do_not_specialize=["units_rows_R", "T", "R", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous; not read unless weighted
@@ -52,6 +54,7 @@ def _combine_fwd(
     units_rows_R,  # row stride / UNIT
     T,
     K,
+    R,
     units,  # D / UNIT
     weighted,
     UNIT: tl.constexpr,  # number of elements in 16 bytes, or 1
@@ -62,9 +65,9 @@ def _combine_fwd(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if weighted:
-        _sum_rows(rows_ptr, weights_ptr, slot_row_ptr, y_ptr, token, d, stride, T, K, D, True, BLOCK_T, BLOCK_D)
+        _sum_rows(rows_ptr, weights_ptr, slot_row_ptr, y_ptr, token, d, stride, T, K, R, D, True, BLOCK_T, BLOCK_D)
     else:
-        _sum_rows(rows_ptr, weights_ptr, slot_row_ptr, y_ptr, token, d, stride, T, K, D, False, BLOCK_T, BLOCK_D)
+        _sum_rows(rows_ptr, weights_ptr, slot_row_ptr, y_ptr, token, d, stride, T, K, R, D, False, BLOCK_T, BLOCK_D)
 
 
 @triton.jit(
@@ -96,13 +99,14 @@ def _combine_bwd(
     first = tl.arange(0, BLOCK_D)
     dy = tl.load(grad + first, mask=(token < T)[:, None] & (first < D), other=0.0).to(tl.float32)
     for k in range(K):
-        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
-        weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
+        slot = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1)
+        used, row = slot.to(tl.uint32) < R, slot.to(tl.int64)
+        weight = tl.load(weights_ptr + token * K + k, mask=used, other=0.0)
         dot = tl.zeros((BLOCK_T,), tl.float32)
         start = 0
         while start < D:
             d = start + first
-            inside = (row >= 0)[:, None] & (d < D)
+            inside = used[:, None] & (d < D)
             if not WHOLE:
                 dy = tl.load(grad + d, mask=inside, other=0.0).to(tl.float32)
             values = tl.load(rows_ptr + row[:, None] * (units_rows_R * UNIT) + d, mask=inside, other=0.0).to(tl.float32)
@@ -111,7 +115,7 @@ def _combine_bwd(
             dot += tl.sum(values * dy, axis=1)
             start += BLOCK_D
         # The weight of a dropped choice has gradient 0, even if dy holds NaN.
-        tl.store(dweights_ptr + token * K + k, tl.where(row >= 0, dot, 0.0), mask=token < T)
+        tl.store(dweights_ptr + token * K + k, tl.where(used, dot, 0.0), mask=token < T)
     clear_rows(drows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
 
 
@@ -129,7 +133,8 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
         launch(
             _combine_fwd, grid,
             rows, slot_row.view(torch.float32) if weights is None else weights, slot_row, y,
-            rows.stride(0) // count, *slot_row.shape, dim // count, int(weights is not None), UNIT=count, **shape,
+            rows.stride(0) // count, *slot_row.shape, rows.shape[0], dim // count, int(weights is not None),
+            UNIT=count, **shape,
         )  # fmt: skip
     return y
 

@@ -32,8 +32,10 @@ def _dispatch_fwd(
     inside = (token < T)[:, None] & (d < D)
     values = tl.load(x_ptr + token[:, None] * (units_x_T * UNIT) + d, mask=inside, other=0)
     for k in range(K):
-        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
-        tl.store(rows_ptr + row[:, None] * D + d, values, mask=inside & (row >= 0)[:, None])
+        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1)
+        # -1 is no row. The comparison also keeps a stale plan inside rows_ptr.
+        valid = row.to(tl.uint32) < R
+        tl.store(rows_ptr + row.to(tl.int64)[:, None] * D + d, values, mask=inside & valid[:, None])
     clear_rows(rows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
 
 

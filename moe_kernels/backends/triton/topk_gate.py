@@ -147,7 +147,7 @@ def _topk_gate_bwd(
     tl.debug_barrier()  # gradients of chosen experts overwrite values that other threads have stored
     experts = tl.load(experts_ptr + token[:, None] * K + k, mask=inside_k, other=0)
     chosen = weights * (grads - mean[:, None])
-    tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=inside_k)
+    tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=inside_k & (experts.to(tl.uint32) < E))
 
 
 def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:

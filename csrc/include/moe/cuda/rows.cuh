@@ -83,7 +83,7 @@ __device__ __forceinline__ void for_pieces(int vectors, Each each) {
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (num_rows, vectors)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {
-  for (int64_t row = used + rank; row < num_rows; row += ranks) {
+  for (int64_t row = max(used, int64_t(0)) + rank; row < num_rows; row += ranks) {
     for_pieces(vectors, [&](int v) { store_streaming(rows + row * vectors + v, Vector{}); });
   }
 }
