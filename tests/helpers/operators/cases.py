@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -55,8 +57,10 @@ class Case:
     def fault(self) -> str | None:
         call, canonical = self.call()
         changed = {name for name, _ in self.changes}
-        with _form(self.form):
-            return fault(schema_of(self.operator), OPERATORS[self.operator], call, changed, canonical)
+        with _form(self.form), _no_triton():
+            return fault(
+                schema_of(self.operator), OPERATORS[self.operator], call, changed, canonical, self.form == "torch"
+            )
 
 
 @contextmanager
@@ -67,6 +71,22 @@ def _form(form: str) -> Iterator[None]:
     else:
         with patch.object(cpu, "isa", cpu.module.isas.index(form) if form else cpu.isa):
             yield
+
+
+@contextmanager
+def _no_triton() -> Iterator[None]:
+    """In the block Triton takes no CPU tensors, as without tests/ptx."""
+    kernels = sys.modules.get("moe_kernels.backends.triton")
+    if kernels is None:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    def run(*args: Any, **named: Any) -> None:
+        raise AssertionError("a Triton kernel starts with CPU tensors")
+
+    with patch.object(kernels, "device_type", "cuda"), patch.object(JITFunction, "run", run):
+        yield
 
 
 @cache

@@ -18,8 +18,6 @@ MOST = 64 * 2**20  # bytes of a tensor; the calls here need far fewer
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
-PATTERNS = ("nan", "12345")  # what uninitialised memory holds; integers hold their largest value instead of NaN
-
 
 def _elements(count: int, dtype: torch.dtype, at_end: bool) -> Tensor:
     """(count,): ends right before such a page if at_end, else starts right after one."""
@@ -60,7 +58,7 @@ def _fill(x: Tensor, pattern: str) -> Tensor:
 @contextmanager
 def allocations(at_end: bool, pattern: str) -> Iterator[None]:
     """In the block memory that torch.empty, torch.empty_like and Tensor.new_empty allocate is guarded too and holds a
-    pattern. Tensors that PyTorch allocates in C++ are as always."""
+    pattern, "nan" (the largest number for integers) or "12345". Tensors that PyTorch allocates in C++ are as always."""
 
     def guarded(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **named: Any) -> Tensor:

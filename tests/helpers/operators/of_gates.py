@@ -93,10 +93,12 @@ def _logits_gradients(s: Given) -> tuple[Tensor, ...]:
     return gradients(total, torch.ones(()), leaves, s.wants)
 
 
-def _routed(s: Given) -> tuple[Tensor, ...]:
+def _routed(s: Given) -> tuple[Tensor | None, ...]:
     tensors = wide(s.x, s.split_weight, s.leaf_weight, s.split_bias, s.leaf_bias)
     x, split_weight, leaf_weight, split_bias, leaf_bias = (None if each is None else each.detach() for each in tensors)
     biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
+    if s.x.dtype in (torch.bfloat16, torch.float16):  # rounding decides between leaves that are nearly equally likely
+        return None, None, None, None
     weights, experts, found = trees.tree_route(x, split_weight, leaf_weight, gamma=s.gamma, **biases)
     return weights, experts, found.visited, found.unsaturated
 
@@ -130,6 +132,7 @@ OPERATORS = {
         floats=_gamma("leaf_logits"),
         choices={"mode": MODES},
         rules=(NODES,),
+        soft=((lambda s: s.backend == "cpu", "grad_gates grad_leaf_probs"),),
         reordered=WEIGHTS,
     ),
     "tree_gate_logits_bwd": Operator(

@@ -111,7 +111,7 @@ def _sinkhorn_fwd(dtype: torch.dtype) -> dict[str, Call]:
     return {
         "annealed": call(4, _taus(1.0, 0.5), 3, none, -1.0, False),
         "sums": call(4, _taus(1.0, 1.0), 3, _sums(4), 0.1, False),
-        "implicit": call(4, _taus(1.0, 1.0), 300, none, -1.0, dtype not in (torch.bfloat16, torch.float16)),
+        "implicit": call(4, _taus(1.0, 1.0), 300, none, -1.0, dtype not in HALF),
         "one at a time": call(19, _taus(1.0, 1.0), 2, none, -1.0, False),
     }
 
@@ -128,6 +128,9 @@ def _sinkhorn(s: Given, scores: Tensor, row_sums: Tensor | None, column_sums: Te
 def _stops_while_it_cools(s: Given) -> bool:
     """A tolerance and a falling temperature together have no definition."""
     return s.tolerance >= 0 and bool(s.taus[0] != s.taus[-1])
+
+
+HALF = (torch.bfloat16, torch.float16)  # too coarse for row sums within 1e-5 of 1
 
 
 def _doubly_stochastic(s: Given) -> tuple[Tensor | None]:
@@ -161,7 +164,13 @@ def _implicit(dtype: torch.dtype) -> dict[str, Call]:
     }
 
 
-def _swiglu_bwd(s: Given) -> tuple[Tensor, ...]:
+def _moderate(s: Given) -> bool:
+    return abs(s.alpha) < 1e30 and 0 < s.limit < 1e30
+
+
+def _swiglu_bwd(s: Given) -> tuple[Tensor | None, ...]:
+    if not _moderate(s):  # PyTorch computes it, whatever it is
+        return (None,)
     leaf = s.pre.to(computed(s.pre.dtype)).detach().requires_grad_()
     found = activate(leaf, "swiglu_clamped", s.alpha, s.limit)
     return torch.autograd.grad(found, leaf, s.grad.to(leaf.dtype))
@@ -176,10 +185,13 @@ SINKHORN = {
         (lambda s: s.taus.dtype == torch.float64, "taus"),
         (lambda s: s.tolerance != 0 and isfinite(s.tolerance), "tolerance"),
         (lambda s: s.iterations > 0, "iterations"),
+        (lambda s: s.tolerance < 0 or s.row_sums is not None, "tolerance row_sums column_sums"),
+        (lambda s: not (s.implicit and s.scores.dtype in HALF), "implicit scores"),
         (lambda s: (s.row_sums is None) == (s.column_sums is None), "row_sums column_sums"),
     ),
 }
 CLAMPED = {
+    "soft": ((lambda s: s.limit <= torch.finfo(torch.float32).max, "limit"),),
     "floats": {"alpha": lambda s: isfinite(s.alpha), "limit": lambda s: 0 < s.limit < inf},
     "loose": True,
 }

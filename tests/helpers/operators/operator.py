@@ -62,7 +62,7 @@ class Operator:
 
 class Verdict(NamedTuple):
     """legal: the call must return what the definition returns. wrong: it must raise. Else (both are False) it may do
-    either. blamed: the arguments that contradict each other."""
+    either. blamed: the arguments that are wrong or doubtful."""
 
     legal: bool
     wrong: bool
@@ -75,28 +75,27 @@ def computed(dtype: torch.dtype) -> torch.dtype:
 
 def contract(operator: Operator, call: Call, optional: set[str]) -> Verdict:
     """`optional`: the arguments that may be None by the operator's schema."""
-    given, blamed = _sizes(operator, call, optional)
+    given, blamed = _sizes(operator, call)
+    for _, names in operator.rules:  # of sizes that contradict each other, the rule has seen the first alone
+        blamed |= set(names.split()) if blamed & set(names.split()) else set()
+    blamed |= _dtypes(operator, call) | _scalars(operator, given) | _broken(operator.rules, given)
+    doubtful = {name for name in operator.tensors if call[name] is None and name not in optional}
+    doubtful |= {"backend"} if call.get("backend") in ("triton", "cuda") else set()
     if not blamed:
-        blamed |= _dtypes(operator, call)
-    if not blamed:
-        blamed |= _scalars(operator, given)
-        blamed |= _broken(operator.rules, given)
-    doubtful = _broken(operator.soft, given) if not blamed else set()
+        doubtful |= _broken(operator.soft, given)
     if operator.loose:
         blamed, doubtful = set(), blamed | doubtful
     return Verdict(not blamed and not doubtful, bool(blamed), blamed | doubtful)
 
 
 def given_of(operator: Operator, call: Call) -> Given:
-    return _sizes(operator, call, set(call))[0]
+    return _sizes(operator, call)[0]
 
 
-def _sizes(operator: Operator, call: Call, optional: set[str]) -> tuple[Given, set[str]]:
+def _sizes(operator: Operator, call: Call) -> tuple[Given, set[str]]:
     given, blamed, bound = Given(**call), set[str](), dict[str, tuple[int, str]]()
     for name, text in operator.tensors.items():
         (_, *letters), tensor = text.split(), call[name]
-        if tensor is None and name not in optional:
-            blamed.add(name)
         if not isinstance(tensor, Tensor):
             continue
         shape = tuple(tensor.shape)
@@ -128,27 +127,25 @@ def _dtypes(operator: Operator, call: Call) -> set[str]:
 
 
 def _scalars(operator: Operator, given: Given) -> set[str]:
-    wrong = set()
+    rules = [*((allowed, name) for name, allowed in operator.floats.items())]
     for name, (low, high) in operator.ints.items():
-        value = getattr(given, name)
-        if value is not None and not low <= value <= high(given):
-            wrong.add(name)
-    wrong |= {name for name, allowed in operator.floats.items() if not allowed(given)}
+        rules.append((lambda s, name=name, low=low, high=high: low <= getattr(s, name) <= high(s), name))
+    wrong = _broken(tuple(rules), given)
     wrong |= {name for name, allowed in operator.choices.items() if getattr(given, name) not in allowed}
     wrong |= {name for name, count in operator.flags.items() if len(getattr(given, name)) != count}
-    if getattr(given, "backend", "cpu") != "cpu":
+    if getattr(given, "backend", "cpu") not in ("cpu", "triton", "cuda"):
         wrong.add("backend")
     return wrong
 
 
 def _broken(rules: tuple[Rule, ...], given: Given) -> set[str]:
-    """The arguments of broken rules. A rule about a size of which no tensor is given, or about None, holds."""
+    """The arguments of broken rules. A rule holds if what it is about is None or not a tensor of its shape."""
     wrong = set[str]()
     for holds, names in rules:
         try:
             if not holds(given):
                 wrong |= set(names.split())
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
             continue
     return wrong
 

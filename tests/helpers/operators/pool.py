@@ -19,6 +19,7 @@ import torch
 
 Task = Callable[[], "str | None"]
 
+PATIENCE = 10.0  # how many times its processor time a task may take on a machine with other work
 START = 60.0  # seconds that a process may take before its first task
 ROOM = 4 * 2**30  # bytes that a process may add to its address space
 
@@ -32,6 +33,7 @@ class _Process:
     pipe: int = -1
     current: int | None = None
     since: float = 0.0
+    used: float = 0.0  # processor time before the current task
     unread: bytes = b""
     found: dict[int, str | None] = field(default_factory=dict)
 
@@ -54,7 +56,7 @@ class _Process:
         data = os.read(self.pipe, 1 << 16)
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
-            number, *found = json.loads(line)
+            number, self.used, *found = json.loads(line)
             self.since = time.monotonic()
             if found:
                 self.found[number], self.current = found[0], None
@@ -62,6 +64,13 @@ class _Process:
             else:
                 self.current = number
         return bool(data)
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether the current task took `seconds` of processor time, or far more of real time."""
+        waited = time.monotonic() - self.since
+        if self.current is None:
+            return waited > START
+        return waited > seconds and (waited > PATIENCE * seconds or _used(self.process) - self.used > seconds)
 
     def end(self, stalled: bool, seconds: float) -> None:
         """Collects an ended or stalled process. Its current task, if any, gets the outcome."""
@@ -78,9 +87,10 @@ class _Process:
 
 
 def run(tasks: Sequence[Task], seconds: float = 10.0, processes: int = 1) -> list[str | None]:
-    """What each task returned. "crash: ..." if its process ended, "no return ..." after `seconds`."""
-    for lazily in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):  # else each process would import them
-        importlib.import_module(lazily)
+    """What each task returned. "crash: ..." if its process ended, "no return ..." after `seconds` of processor time."""
+    for lazily in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "scipy.optimize"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(lazily)  # once, and not in each process
     found: dict[int, str | None] = {}
     with selectors.DefaultSelector() as ready:
 
@@ -94,9 +104,7 @@ def run(tasks: Sequence[Task], seconds: float = 10.0, processes: int = 1) -> lis
             events = {key.data.process for key, _ in ready.select(0.2)}
             for process in [key.data for key in ready.get_map().values()]:
                 alive = process.read() if process.process in events else True
-                stalled = alive and time.monotonic() - process.since > (
-                    seconds if process.current is not None else START
-                )
+                stalled = alive and process.stalled(seconds)
                 if alive and not stalled:
                     continue
                 ready.unregister(process.pipe)
@@ -108,8 +116,15 @@ def run(tasks: Sequence[Task], seconds: float = 10.0, processes: int = 1) -> lis
     return [found[number] for number in range(len(tasks))]
 
 
+def _used(process: int) -> float:
+    """Seconds of processor time that a process has used."""
+    *_, user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def _work(tasks: Sequence[Task], numbers: Sequence[int], write: int) -> None:
-    """Runs tasks in this process. Before a task it writes the task's number, after it the number and the outcome."""
+    """Runs tasks in this process. Before a task it writes the task's number and the processor time used so far; after
+    it these two and the outcome."""
     faulthandler.disable()
     for name in (signal.SIGALRM, signal.SIGINT):
         signal.signal(name, signal.SIG_DFL)
@@ -120,9 +135,9 @@ def _work(tasks: Sequence[Task], numbers: Sequence[int], write: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
     torch.set_num_threads(1)  # the threads of the process that forked are not in this one
     for number in list(numbers):
-        os.write(write, json.dumps([number]).encode() + b"\n")
+        os.write(write, json.dumps([number, time.process_time()]).encode() + b"\n")
         try:
             found = tasks[number]()
         except BaseException as error:
             found = f"the test itself raised {type(error).__name__}: {error}"
-        os.write(write, json.dumps([number, found]).encode() + b"\n")
+        os.write(write, json.dumps([number, time.process_time(), found]).encode() + b"\n")
