@@ -93,7 +93,7 @@ int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* ro
                 void* dweights, int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                 int threads) {
   const int64_t used = expert_offsets[num_experts];
-  if (!names_each_row(slot_row, nullptr, tokens, k, used, num_rows)) return 1;
+  if (!names_each_row(slot_row, nullptr, nullptr, tokens, k, used, num_rows)) return 1;
   with_format(dtype, [&](auto format) {
     backward<decltype(format)>(grad, grad_stride, rows, rows_stride, weights, slot_row, used, drows, dweights, tokens,
                                k, num_rows, dim, threads);

@@ -22,7 +22,7 @@ int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_
   const auto* from = static_cast<const char*>(x);
   auto* to = static_cast<char*>(rows);
   if (!within(row_token, num_rows, tokens)) return 1;
-  if (!names_each_row(slot_row, row_token, tokens, k, used, num_rows)) return 1;
+  if (!names_each_row(slot_row, row_token, nullptr, tokens, k, used, num_rows)) return 1;
   if (bytes == 0) return 0;
   expect_pages(to, num_rows * bytes);
 #pragma omp parallel num_threads(threads)

@@ -24,11 +24,12 @@ bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32
 }  // namespace
 
 // Returns 1 if expert_offsets does not ascend from 0 to at most num_rows, or if slot_row does not name each row in use
-// once, at its token in row_token; else 0.
-int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int64_t tokens,
-                int64_t k, int64_t num_rows, int64_t num_experts, int /*threads*/) {
+// once, at its token in row_token and its choice in row_choice (unless it is null); else 0.
+int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* row_choice,
+               const int32_t* slot_row, int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts,
+               int /*threads*/) {
   const Groups groups{expert_offsets, num_experts};
-  return !groups.fit(num_rows) || !names_each_row(slot_row, row_token, tokens, k, groups.used(), num_rows);
+  return !groups.fit(num_rows) || !names_each_row(slot_row, row_token, row_choice, tokens, k, groups.used(), num_rows);
 }
 
 // Returns 1 if check_plan or grouped_gemm_fwd refuses the given plan, or if no plan is given and an expert is below
@@ -51,7 +52,7 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
     make_plan_fwd(4, choices, nullptr, counts, 1, offsets, token, choice, slot, requested, kept, dropped, tokens, k,
                   num_experts, num_rows, num_rows, 1, 1);
     expert_offsets = offsets, row_token = token, slot_row = slot;
-  } else if (check_plan(expert_offsets, row_token, slot_row, tokens, k, num_rows, num_experts, threads)) {
+  } else if (check_plan(expert_offsets, row_token, nullptr, slot_row, tokens, k, num_rows, num_experts, threads)) {
     return 1;
   }
   const int refused = grouped_gemm_fwd(dtype, x, x_stride, row_token, w_in, in_stride_e, in_stride_k, in_stride_j,

@@ -86,8 +86,9 @@
   int expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,       \
                              int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows,             \
                              int64_t tokens, int threads);                                                                            \
-  int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int64_t tokens,   \
-                  int64_t k, int64_t num_rows, int64_t num_experts, int threads);                                     \
+  int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* row_choice,                  \
+                 const int32_t* slot_row, int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts,           \
+                 int threads);                                                                                        \
   int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in,               \
                      int64_t in_stride_e, int64_t in_stride_k, int64_t in_stride_j, const void* b_in,                 \
                      const void* w_out, int64_t out_stride_e, int64_t out_stride_k, int64_t out_stride_j,             \

@@ -15,16 +15,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 on_pointer: Callable[[Tensor], None] | None = None
 
 
-def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
-    """A tensor's address, 0 for None. Checks dtype, rank, device type, and that the last dimension is contiguous."""
+def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
+    """A tensor's address, 0 for None. Checks dtype, device type, and that the last dimension is contiguous: operators
+    have checked shapes (ops/_operands.py)."""
     if tensor is None:
         return 0
     on_device = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda
-    if tensor.dtype is not dtype or tensor.dim() != rank or not on_device:
-        raise TypeError(
-            f"{op}: a kernel expected {rank}-d {dtype} on {device_type}, "
-            f"got {tensor.dim()}-d {tensor.dtype} on {tensor.device}"
-        )
+    if tensor.dtype is not dtype or not on_device:
+        raise TypeError(f"{op}: a kernel expected {dtype} on {device_type}, got {tensor.dtype} on {tensor.device}")
     if not tensor.is_contiguous() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         raise TypeError(f"{op}: a kernel expected a contiguous last dimension, got strides {tensor.stride()}")
     if on_pointer is not None:
@@ -33,7 +31,7 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
 
 
 def as_numbers(device_type: str, name: str, arguments: Iterable[Any]) -> list[int | float]:
-    """The arguments of C++ function `name`: tuples (tensor, dtype, rank) become addresses, and dtypes their codes."""
+    """The arguments of C++ function `name`: tuples (tensor, dtype) become addresses, and dtypes their codes."""
     return [
         pointer(device_type, name, *each) if isinstance(each, tuple) else DTYPES.get(each, each) for each in arguments
     ]

@@ -46,7 +46,7 @@ def chunks(elements: int) -> int:
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocates an output buffer. Requests huge pages for a large one (csrc/include/moe/cpu/pages.h)."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
-    module.expect_writes(isa, False, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
+    module.expect_writes(isa, False, pointer("fresh", out, dtype), out.nbytes, 1)
     return out
 
 

@@ -127,8 +127,9 @@ def _check_of_choices(op, x, weights, w_in, w_out, b_in, b_out, experts, activat
 def expert_mlp_fwd(
     x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
-    plan = contiguous(expert_offsets, row_token, slot_row)
-    found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
+    plan = expert_offsets, row_token, row_choice, slot_row = contiguous(expert_offsets, row_token, row_choice, slot_row)
+    read = expert_offsets, row_token, slot_row
+    found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, read, None, keep_pre, backend)
     if found is not None:
         return found
     _refuse_disagreement(plan, backend)
@@ -139,9 +140,9 @@ def expert_mlp_fwd(
 
 
 def _refuse_disagreement(plan: tuple[Tensor, ...], backend: str) -> None:
-    expert_offsets, row_token, slot_row = plan
+    expert_offsets, row_token, _, slot_row = plan
     if backend == "cpu":
-        kernels(backend).refuse_disagreement("expert_mlp", expert_offsets, row_token, slot_row)
+        kernels(backend).refuse_disagreement("expert_mlp", *plan)
     else:
         refuse_bad_rows("expert_mlp", slot_row, row_token.shape[0], row_token, expert_offsets)
 
@@ -185,9 +186,9 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 def expert_mlp_bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple[Tensor, ...]:
     *plan, pre, activation, wanted, backend = plan_and_options
-    expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
+    expert_offsets, row_token, row_choice, slot_row = arrays = contiguous(*plan)
+    _refuse_disagreement(arrays, backend)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    _refuse_disagreement((expert_offsets, row_token, slot_row), backend)
     if pre is None:
         pre, _ = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None

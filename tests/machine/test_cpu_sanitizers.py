@@ -131,7 +131,7 @@ def test_sinkhorn(sanitized, dtype):
 def test_what_is_announced_lives_until_the_next_launch(sanitized):
     x = torch.randn(8)
     alive = weakref.ref(x)
-    cpu.pointer("test", x, x.dtype, 1)
+    cpu.pointer("test", x, x.dtype)
     del x
     assert alive() is not None
     mk.kwta(torch.randn(2, 5), 2, backend="cpu")

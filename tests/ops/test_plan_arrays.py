@@ -101,15 +101,24 @@ def test_arrays_that_disagree_are_refused(words, op, backend):
         OPS[op](made, backend)
 
 
-def test_a_large_expert_mlp_and_its_backward_refuse_arrays_that_disagree():
-    made = mk.make_plan(EXPERTS, 3)
-    x = torch.randn(TOKENS, 4, requires_grad=True)
+def test_a_large_expert_mlp_refuses_arrays_that_disagree():
+    made = plan()
     w_in, w_out = torch.randn(3, 4, 2**17), torch.randn(3, 2**17, 4)
-    y = mk.expert_mlp(x, made, w_in, w_out, weights=None, backend="cpu")
-    made.row_token.data.copy_(made.row_token.roll(1))  # .data: autograd does not see it
-    for call in (y.sum().backward, lambda: mk.expert_mlp(x, made, w_in, w_out, weights=None, backend="cpu")):
-        with pytest.raises(ValueError, match=r"^expert_mlp: plan.row_token and plan.slot_row must agree"):
-            call()
+    made.row_token.copy_(made.row_token.roll(1))
+    with pytest.raises(ValueError, match=r"^expert_mlp: plan.row_token and plan.slot_row must agree"):
+        mk.expert_mlp(X, made, w_in, w_out, weights=None, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("row_token", 6), ("row_token", -2), ("slot_row", 12), ("row_choice", 99), ("row_choice", -99)]
+)
+def test_the_backward_of_expert_mlp_refuses_a_plan_that_changed(name, value):
+    made, x = plan(), X.clone().requires_grad_()
+    w_in, w_out, weights = torch.randn(3, 4, 8), torch.randn(3, 8, 4), torch.rand(TOKENS, 2, requires_grad=True)
+    y = mk.expert_mlp(x, made, w_in, w_out, weights=weights, backend="cpu")
+    getattr(made, name).data.view(-1)[-1] = value  # .data: autograd does not see it
+    with pytest.raises(ValueError, match=f"expert_mlp: plan.*{name}"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize(("name", "value"), [("row_token", 6), ("slot_row", 12), ("expert_offsets", 13)])

@@ -3,7 +3,7 @@
 The argument `native` is the backend's module: backends/cpu.py or backends/cuda.py. `native.call(name, work, ...)` calls
 the C++ function `name`, declared in csrc/cpu/ops.h or csrc/cuda/ops.h. `work` is a tensor with as many elements as the
 function works on; on the CPU it may be their number instead (see backends/cpu.py). The arguments after `work` are
-numbers, dtypes and arrays. An array is a tuple (tensor or None, required dtype, required rank): C++ gets the tensor's
+numbers, dtypes and arrays. An array is a tuple (tensor or None, required dtype): C++ gets the tensor's
 address, or 0 for None.
 """
 

@@ -15,7 +15,7 @@ ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu
 def activation_bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
     native.call(
-        "activation_bwd", pre, pre.dtype, (grad, pre.dtype, 2), grad.stride(0), (pre, pre.dtype, 2),
-        ACTIVATIONS[activation], (dpre, pre.dtype, 2), *grad.shape,
+        "activation_bwd", pre, pre.dtype, (grad, pre.dtype), grad.stride(0), (pre, pre.dtype),
+        ACTIVATIONS[activation], (dpre, pre.dtype), *grad.shape,
     )  # fmt: skip
     return dpre

@@ -13,8 +13,8 @@ from moe_kernels.sizes import refuse_bad_rows
 def dispatch_fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
     rows = x.new_empty((row_token.shape[0], x.shape[1]))
     out_of_range = native.call(
-        "dispatch_fwd", rows, x.element_size(), (x, x.dtype, 2), x.stride(0), (row_token, torch.int32, 1),
-        (slot_row, torch.int32, 2), (expert_offsets, torch.int32, 1), (rows, x.dtype, 2), *slot_row.shape,
+        "dispatch_fwd", rows, x.element_size(), (x, x.dtype), x.stride(0), (row_token, torch.int32),
+        (slot_row, torch.int32), (expert_offsets, torch.int32), (rows, x.dtype), *slot_row.shape,
         expert_offsets.shape[0] - 1, *rows.shape,
     )  # fmt: skip
     if out_of_range:

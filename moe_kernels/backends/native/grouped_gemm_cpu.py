@@ -48,8 +48,8 @@ def grouped_gemm_fwd(
     out = _reuse_or_allocate(None if keep_pre or width != dout else by_torch, dtype, num_rows, width)
     out_of_range = native.call(
         "grouped_gemm_fwd", _work(num_rows, weight.shape),
-        *_operands(x, weight, expert_offsets, row_token, by_torch), (bias, dtype, 2), ACTIVATIONS[activation],
-        (out, dtype, 2), (pre, dtype, 2), num_rows, x.shape[0],
+        *_operands(x, weight, expert_offsets, row_token, by_torch), (bias, dtype), ACTIVATIONS[activation],
+        (out, dtype), (pre, dtype), num_rows, x.shape[0],
     )  # fmt: skip
     if out_of_range:
         refuse_bad_groups(expert_offsets, x, row_token)
@@ -73,10 +73,10 @@ def grouped_gemm_bwd_weight(
     dbias = x.new_empty(num_experts if with_bias else 0, dout)
     if small or with_bias:
         out_of_range = native.call(
-            "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
-            (x_token, torch.int32, 1), x.shape[0], (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
-            grad.shape[0], (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1),
-            (dweight, dtype, 3), (dbias if with_bias else None, dtype, 2), din if small else 0, dout,
+            "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype), x.stride(0),
+            (x_token, torch.int32), x.shape[0], (grad, dtype), grad.stride(0), (grad_token, torch.int32),
+            grad.shape[0], (expert_offsets, torch.int32), num_experts, (row_weight, compute_dtype(dtype)),
+            (dweight, dtype), (dbias if with_bias else None, dtype), din if small else 0, dout,
             num_rows,  # din 0: only dbias
         )  # fmt: skip
         if out_of_range:
@@ -88,8 +88,8 @@ def grouped_gemm_bwd_weight(
 def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     out = rows.new_empty(num_tokens, rows.shape[1])
     out_of_range = native.call(
-        "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype, 2), (row_token, torch.int32, 1),
-        (out, rows.dtype, 2), rows.shape[0], *out.shape,
+        "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype), (row_token, torch.int32),
+        (out, rows.dtype), rows.shape[0], *out.shape,
     )  # fmt: skip
     if out_of_range:
         refuse_outside("grouped_gemm: row_token", row_token, -1, num_tokens, "zeros")
@@ -108,9 +108,9 @@ def expert_mlp_bwd_hidden(
     weighted = _reuse_or_allocate(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
     out_of_range = native.call(
         "expert_mlp_bwd_hidden", _work(pre.shape[0], weight.shape),
-        *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, compute_dtype(pre.dtype), 1),
-        (b_out, pre.dtype, 2), (pre, pre.dtype, 2), ACTIVATIONS[activation], (dpre, pre.dtype, 2),
-        (weighted, pre.dtype, 2), (drow_weight, row_weight.dtype, 1), pre.shape[0],
+        *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, compute_dtype(pre.dtype)),
+        (b_out, pre.dtype), (pre, pre.dtype), ACTIVATIONS[activation], (dpre, pre.dtype),
+        (weighted, pre.dtype), (drow_weight, row_weight.dtype), pre.shape[0],
         grad.shape[0],
     )  # fmt: skip
     if out_of_range:
@@ -139,12 +139,12 @@ def expert_mlp_fwd(
     pre = x.new_empty(num_rows if keep_pre else 0, width)
     activated, rows, y = x.new_empty(num_rows, hidden), x.new_empty(num_rows, dout), x.new_empty(num_tokens, dout)
     out_of_range = native.call(
-        "expert_mlp_fwd", _work(num_rows, w_in.shape), dtype, (x, dtype, 2), x.stride(0),
-        (weights, compute_dtype(dtype), 2), *_weight(w_in), (b_in, dtype, 2), *_weight(w_out),
-        (b_out, dtype, 2), ACTIVATIONS[activation], *((each, torch.int32, each.dim()) for each in plan or ()),
-        *([] if plan else [0, 0, 0]), *((0, 0) if experts is None else (experts.itemsize, (experts, experts.dtype, 2))),
-        (scratch, torch.int32, 1),
-        (pre if keep_pre else None, dtype, 2), (activated, dtype, 2), (rows, dtype, 2), (y, dtype, 2), num_tokens, k,
+        "expert_mlp_fwd", _work(num_rows, w_in.shape), dtype, (x, dtype), x.stride(0),
+        (weights, compute_dtype(dtype)), *_weight(w_in), (b_in, dtype), *_weight(w_out),
+        (b_out, dtype), ACTIVATIONS[activation], *((each, torch.int32) for each in plan or ()),
+        *([] if plan else [0, 0, 0]), *((0, 0) if experts is None else (experts.itemsize, (experts, experts.dtype))),
+        (scratch, torch.int32),
+        (pre if keep_pre else None, dtype), (activated, dtype), (rows, dtype), (y, dtype), num_tokens, k,
         num_rows, num_experts, din, width, hidden, dout,
     )  # fmt: skip
     return None if out_of_range else (y, pre)
@@ -160,7 +160,7 @@ def grouped_gemm_norms(
     by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
     out_of_range = native.call(
         "grouped_gemm_norms", _work(rows.shape[0], weight.shape),
-        *_operands(rows, weight, expert_offsets, None, by_torch), (bias, rows.dtype, 2), (out, out.dtype, 1),
+        *_operands(rows, weight, expert_offsets, None, by_torch), (bias, rows.dtype), (out, out.dtype),
         rows.shape[0],
     )  # fmt: skip
     if out_of_range:
@@ -168,13 +168,14 @@ def grouped_gemm_norms(
     return out
 
 
-def refuse_disagreement(native, op, expert_offsets, row_token, slot_row) -> None:
-    """As sizes.refuse_bad_rows for all arrays of a plan."""
+def refuse_disagreement(native, op, expert_offsets, row_token, row_choice, slot_row) -> None:
+    """Raises ValueError as sizes.refuse_bad_rows, also if row_choice does not agree with slot_row."""
     if native.call(
-        "check_plan", slot_row, *((each, torch.int32, each.dim()) for each in (expert_offsets, row_token, slot_row)),
+        "check_plan", slot_row, *((each, torch.int32) for each in (expert_offsets, row_token, row_choice, slot_row)),
         *slot_row.shape, row_token.shape[0], expert_offsets.shape[0] - 1,
     ):  # fmt: skip
         refuse_bad_rows(op, slot_row, row_token.shape[0], row_token, expert_offsets)
+        raise ValueError(f"{op}: plan.row_choice and plan.slot_row must agree: row slot_row[t, k] is of choice k")
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
@@ -187,23 +188,23 @@ def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]
     dtype, torch_dtype = x.dtype, x.dtype if by_torch is None else by_torch.dtype
     return (
         dtype,
-        (x, dtype, 2),
+        (x, dtype),
         x.stride(0),
-        (row_token, torch.int32, 1),
+        (row_token, torch.int32),
         *_weight(weight),
-        (by_torch, torch_dtype, 2),
+        (by_torch, torch_dtype),
         torch_dtype,
-        (expert_offsets, torch.int32, 1),
+        (expert_offsets, torch.int32),
         *weight.shape,
     )
 
 
 def _weight(weight: Tensor) -> tuple[Any, ...]:
-    """Arguments of native.call for a weight (E, Din, Dout), whose last or middle dimension is contiguous: tensor, dtype
-    and rank, and the strides along E, Din and Dout."""
+    """Arguments of native.call for a weight (E, Din, Dout), whose last or middle dimension is contiguous: tensor,
+    dtype, and the strides along E, Din and Dout."""
     strides = weight.stride()
     by_column = strides[2] != 1 and weight.shape[2] > 1
-    array = weight.transpose(1, 2) if by_column else weight, weight.dtype, 3
+    array = weight.transpose(1, 2) if by_column else weight, weight.dtype
     return array, *strides[:2], strides[2] if by_column else 1
 
 

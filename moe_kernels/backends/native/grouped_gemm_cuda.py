@@ -28,9 +28,9 @@ def grouped_gemm_fwd(
     pre = x.new_empty((num_rows if keep_pre else 0, width))
     x, weight = _factors(x, weight, parts=2 if activation in GATED else 1)
     native.call(
-        "grouped_gemm_fwd", x, x.dtype, (x, x.dtype, 2), x.stride(0), (row_token, torch.int32, 1),
-        *_weight(weight, x.dtype), (expert_offsets, torch.int32, 1), *_bias(bias, x.dtype),
-        ACTIVATIONS[activation], (out, x.dtype, 2), (pre if keep_pre else None, x.dtype, 2), num_rows, *weight.shape,
+        "grouped_gemm_fwd", x, x.dtype, (x, x.dtype), x.stride(0), (row_token, torch.int32),
+        *_weight(weight, x.dtype), (expert_offsets, torch.int32), *_bias(bias, x.dtype),
+        ACTIVATIONS[activation], (out, x.dtype), (pre if keep_pre else None, x.dtype), num_rows, *weight.shape,
     )  # fmt: skip
     return out, pre
 
@@ -45,9 +45,9 @@ def grouped_gemm_bwd_weight(
     dweight = x.new_empty((num_experts, rows, columns))
     dbias = x.new_empty((num_experts if with_bias else 0, columns))
     native.call(
-        "grouped_gemm_bwd_weight", x, x.dtype, (x, x.dtype, 2), x.stride(0), (x_token, torch.int32, 1),
-        (grad, x.dtype, 2), grad.stride(0), (grad_token, torch.int32, 1), (expert_offsets, torch.int32, 1),
-        (row_weight, torch.float32, 1), (dweight, x.dtype, 3), (dbias if with_bias else None, x.dtype, 2),
+        "grouped_gemm_bwd_weight", x, x.dtype, (x, x.dtype), x.stride(0), (x_token, torch.int32),
+        (grad, x.dtype), grad.stride(0), (grad_token, torch.int32), (expert_offsets, torch.int32),
+        (row_weight, torch.float32), (dweight, x.dtype), (dbias if with_bias else None, x.dtype),
         (x if x_token is None else x_token).shape[0], num_experts, rows, columns,
     )  # fmt: skip
     return dweight[:, :din, :dout].contiguous(), dbias[:, :dout].contiguous()
@@ -63,10 +63,10 @@ def expert_mlp_bwd_hidden(
     dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((num_rows, hidden))
     partial = _partial(row_weight, num_rows, hidden)
     native.call(
-        "expert_mlp_bwd_hidden", grad, grad.dtype, (grad, grad.dtype, 2), grad.stride(0),
-        (row_token, torch.int32, 1), *_weight(weight, grad.dtype), (expert_offsets, torch.int32, 1),
-        (row_weight, torch.float32, 1), *_bias(b_out, grad.dtype), (pre, grad.dtype, 2),
-        ACTIVATIONS[activation], (dpre, grad.dtype, 2), (weighted, grad.dtype, 2), (partial, torch.float32, 2),
+        "expert_mlp_bwd_hidden", grad, grad.dtype, (grad, grad.dtype), grad.stride(0),
+        (row_token, torch.int32), *_weight(weight, grad.dtype), (expert_offsets, torch.int32),
+        (row_weight, torch.float32), *_bias(b_out, grad.dtype), (pre, grad.dtype),
+        ACTIVATIONS[activation], (dpre, grad.dtype), (weighted, grad.dtype), (partial, torch.float32),
         num_rows, *weight.shape,
     )  # fmt: skip
     return dpre, weighted, partial.sum(0)
@@ -78,8 +78,8 @@ def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, n
         return out.zero_()
     token_offsets, by_token = rows_by_token(row_token, num_tokens)
     native.call(
-        "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
-        (by_token, torch.int32, 1), (token_offsets, torch.int32, 1), (out, rows.dtype, 2), *out.shape,
+        "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype), rows.stride(0),
+        (by_token, torch.int32), (token_offsets, torch.int32), (out, rows.dtype), *out.shape,
     )  # fmt: skip
     return out
 
@@ -90,9 +90,9 @@ def grouped_gemm_norms(
     partial = _partial(rows, rows.shape[0], weight.shape[2])
     rows, weight = _factors(rows, weight)
     native.call(
-        "grouped_gemm_norms", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
-        *_weight(weight, rows.dtype), (expert_offsets, torch.int32, 1), *_bias(bias, rows.dtype),
-        (partial, torch.float32, 2), rows.shape[0], *weight.shape,
+        "grouped_gemm_norms", rows, rows.dtype, (rows, rows.dtype), rows.stride(0),
+        *_weight(weight, rows.dtype), (expert_offsets, torch.int32), *_bias(bias, rows.dtype),
+        (partial, torch.float32), rows.shape[0], *weight.shape,
     )  # fmt: skip
     return partial.sum(0)
 
@@ -133,15 +133,15 @@ def _is_whole(x: Tensor, parts: int = 1) -> bool:
 
 
 def _weight(weight: Tensor, dtype: torch.dtype) -> tuple[Any, int, int, bool]:
-    """Arguments of native.call for a weight (E, Din, Dout): tensor, dtype and rank, the strides along E and along the
+    """Arguments of native.call for a weight (E, Din, Dout): tensor, dtype, the strides along E and along the
     dimension that is not contiguous (Din or Dout), and whether that is Dout."""
     transposed = weight.stride(2) != 1
     rows = weight.transpose(1, 2) if transposed else weight
-    return (rows, dtype, 3), weight.stride(0), rows.stride(1), transposed
+    return (rows, dtype), weight.stride(0), rows.stride(1), transposed
 
 
 def _bias(bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, int]:
-    return (bias, dtype, 2), 0 if bias is None else bias.stride(0)
+    return (bias, dtype), 0 if bias is None else bias.stride(0)
 
 
 def _partial(like: Tensor, num_rows: int, columns: int) -> Tensor:

@@ -29,15 +29,15 @@ def kwta_mask(native: ModuleType, x: Tensor, k: int, ties: str) -> Tensor:
 def kwta_bwd(native: ModuleType, grad: Tensor, bits: Tensor) -> Tensor:
     dx = torch.empty_like(grad, memory_format=torch.contiguous_format)
     native.call(
-        "kwta_bwd", grad, grad.element_size(), (grad, grad.dtype, 2), grad.stride(0), (bits, torch.int32, 2),
-        (dx, grad.dtype, 2), *grad.shape,
+        "kwta_bwd", grad, grad.element_size(), (grad, grad.dtype), grad.stride(0), (bits, torch.int32),
+        (dx, grad.dtype), *grad.shape,
     )  # fmt: skip
     return dx
 
 
 def _run(native: ModuleType, x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=None, mask=None):
     native.call(
-        "kwta_fwd", x, x.dtype, (x, x.dtype, 2), x.stride(0), (values, x.dtype, 2),
-        0 if values is None else values.stride(0), (y, x.dtype, 2), (bits, torch.int32, 2), (mask, torch.bool, 2),
+        "kwta_fwd", x, x.dtype, (x, x.dtype), x.stride(0), (values, x.dtype),
+        0 if values is None else values.stride(0), (y, x.dtype), (bits, torch.int32), (mask, torch.bool),
         *x.shape, k, TIES[ties], normal_quantile(k, x.shape[1]),
     )  # fmt: skip

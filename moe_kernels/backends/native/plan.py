@@ -17,8 +17,8 @@ def make_plan_fwd(native, experts, num_experts, capacity, priority, order) -> tu
     visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
     counts = native.plan_counts(experts, num_experts, order)
     out_of_range = native.call(
-        "make_plan_fwd", experts, experts.element_size(), (experts, experts.dtype, 2), (visit, torch.int64, 1),
-        (counts, torch.int32, counts.dim()), counts.shape[0], *as_int32(arrays), num_tokens, k,
+        "make_plan_fwd", experts, experts.element_size(), (experts, experts.dtype), (visit, torch.int64),
+        (counts, torch.int32), counts.shape[0], *as_int32(arrays), num_tokens, k,
         num_experts, num_tokens * k if capacity is None else capacity, num_rows, order == "choice",
     )  # fmt: skip
     if out_of_range:
@@ -32,5 +32,5 @@ def plan_arrays(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: 
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def as_int32(arrays: tuple[Tensor, ...]) -> list[tuple[Tensor, torch.dtype, int]]:
-    return [(array, torch.int32, array.dim()) for array in arrays]
+def as_int32(arrays: tuple[Tensor, ...]) -> list[tuple[Tensor, torch.dtype]]:
+    return [(array, torch.int32) for array in arrays]

@@ -20,8 +20,8 @@ def plan_expert_choice_fwd(native: ModuleType, scores: Tensor, capacity: int) ->
     arrays = plan_arrays(scores, num_tokens, num_experts, num_experts, num_rows)
     keys = scores.new_empty((native.chunks(scores.numel()), COLUMNS, 32 * words(num_tokens)))
     native.call(
-        "plan_expert_choice_fwd", scores, scores.dtype, (scores, scores.dtype, 2), scores.stride(0),
-        (keys, scores.dtype, 3), *as_int32(arrays), num_tokens, num_experts, capacity,
+        "plan_expert_choice_fwd", scores, scores.dtype, (scores, scores.dtype), scores.stride(0),
+        (keys, scores.dtype), *as_int32(arrays), num_tokens, num_experts, capacity,
         num_rows,
     )  # fmt: skip
     return arrays
@@ -35,8 +35,8 @@ def plan_priority_fwd(native: ModuleType, scores: Tensor, capacity: int) -> tupl
     kept = scores.new_empty(num_experts, dtype=torch.int32)
     held = scores.new_empty((num_experts * (1 + capacity), ENTRY), dtype=torch.uint8)
     native.call(
-        "plan_priority_fwd", scores, scores.dtype, (scores, scores.dtype, 2), scores.stride(0),
-        (held, torch.uint8, 2), (experts, torch.int32, 2), (requested, torch.int32, 1), (kept, torch.int32, 1),
+        "plan_priority_fwd", scores, scores.dtype, (scores, scores.dtype), scores.stride(0),
+        (held, torch.uint8), (experts, torch.int32), (requested, torch.int32), (kept, torch.int32),
         num_tokens, num_experts, capacity,
     )  # fmt: skip
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(

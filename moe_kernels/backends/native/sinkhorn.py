@@ -28,15 +28,15 @@ def _run(native, name, scores, taus, out, *grad, sums) -> None:
     native.call(
         name, scores, scores.dtype,
         *(argument for x in (*grad, scores) for argument in _matrix(x)), taus[0], taus[-1], len(taus),
-        (out, scores.dtype, 3), (scratch, torch.uint8, 2), scratch.shape[1], batch, n, *sums, passes=max(len(taus), 1),
+        (out, scores.dtype), (scratch, torch.uint8), scratch.shape[1], batch, n, *sums, passes=max(len(taus), 1),
     )  # fmt: skip
 
 
 def _matrix(x: Tensor) -> tuple[Any, int, int]:
-    """Arguments of native.call for x (batch, n, n): tensor, dtype and rank, and the first two strides."""
-    return (x, x.dtype, 3), x.stride(0), x.stride(1)
+    """Arguments of native.call for x (batch, n, n): tensor, dtype, and the first two strides."""
+    return (x, x.dtype), x.stride(0), x.stride(1)
 
 
-def _vectors(*vectors: Tensor | None) -> list[tuple[Tensor | None, torch.dtype, int]]:
-    """Arguments of native.call for float64 tensors (batch, n) or None: each as tensor, dtype and rank."""
-    return [(x, torch.float64, 2) for x in vectors]
+def _vectors(*vectors: Tensor | None) -> list[tuple[Tensor | None, torch.dtype]]:
+    """Arguments of native.call for float64 tensors (batch, n) or None: each as tensor and dtype."""
+    return [(x, torch.float64) for x in vectors]

@@ -19,8 +19,8 @@ def topk_gate_fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tup
     stride = SCRATCH * 32 * words(num_experts)
     scratch = logits.new_empty((native.chunks(logits.numel()), stride), dtype=torch.uint8)
     native.call(
-        "topk_gate_fwd", logits, logits.dtype, (logits, logits.dtype, 2), logits.stride(0),
-        (weights, weights.dtype, 2), (experts, torch.int32, 2), (scratch, torch.uint8, 2), stride, num_tokens,
+        "topk_gate_fwd", logits, logits.dtype, (logits, logits.dtype), logits.stride(0),
+        (weights, weights.dtype), (experts, torch.int32), (scratch, torch.uint8), stride, num_tokens,
         num_experts, k, order == "softmax_topk",
     )  # fmt: skip
     return weights, experts
@@ -29,8 +29,8 @@ def topk_gate_fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tup
 def topk_gate_bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
     out_of_range = native.call(
-        "topk_gate_bwd", dlogits, dtype, (grad, compute_dtype(dtype), 2), (weights, compute_dtype(dtype), 2),
-        (experts, torch.int32, 2), (logits, dtype, 2), 0 if logits is None else logits.stride(0), (dlogits, dtype, 2),
+        "topk_gate_bwd", dlogits, dtype, (grad, compute_dtype(dtype)), (weights, compute_dtype(dtype)),
+        (experts, torch.int32), (logits, dtype), 0 if logits is None else logits.stride(0), (dlogits, dtype),
         *dlogits.shape, grad.shape[1],
     )  # fmt: skip
     if out_of_range:

@@ -17,7 +17,7 @@ def tree_gate_fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tenso
     tokens, _, experts = leaf_logits.shape
     gates = leaf_logits.new_empty((tokens, experts), dtype=_results_dtype(native, leaf_logits.dtype))
     leaf_probs = gates.new_empty(leaf_logits.shape)
-    results = ((each, gates.dtype, each.dim()) for each in (gates, leaf_probs))
+    results = ((each, gates.dtype) for each in (gates, leaf_probs))
     _run(native, "tree_gate_fwd", split_logits, leaf_logits, gamma, mode, after=results)
     return gates, leaf_probs
 
@@ -25,8 +25,8 @@ def tree_gate_fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tenso
 def tree_gate_bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
     dtype = _results_dtype(native, leaf_logits.dtype)
-    grads = (grad_gates, dtype, 2), (grad_leaf_probs, dtype, 3)
-    results = ((each, leaf_logits.dtype, 3) for each in (dsplit, dleaf))
+    grads = (grad_gates, dtype), (grad_leaf_probs, dtype)
+    results = ((each, leaf_logits.dtype) for each in (dsplit, dleaf))
     _run(native, "tree_gate_bwd", split_logits, leaf_logits, gamma, mode, before=grads, after=results)
     return dsplit, dleaf
 
@@ -51,8 +51,8 @@ def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)
     native.call(
-        name, leaf_logits, leaf_logits.dtype, *before, (split_logits, leaf_logits.dtype, 3),
-        (leaf_logits, leaf_logits.dtype, 3), *after, (scratch, torch.uint8, 2), stride, tokens, trees, experts, gamma,
+        name, leaf_logits, leaf_logits.dtype, *before, (split_logits, leaf_logits.dtype),
+        (leaf_logits, leaf_logits.dtype), *after, (scratch, torch.uint8), stride, tokens, trees, experts, gamma,
         *weighing(mode, dtype),
     )  # fmt: skip
 
@@ -70,9 +70,9 @@ def tree_route_fwd(
     weight = [each.contiguous() for each in (split_weight, leaf_weight)]
     bias = [None if each is None else each.contiguous() for each in (split_bias, leaf_bias)]
     native.call(
-        "tree_route_fwd", x, x.dtype, (x, x.dtype, 2), x.stride(0),
-        *((each, x.dtype, 3) for each in weight), *((each, x.dtype, 2) for each in bias), (weights, weights.dtype, 2),
-        (chosen, torch.int32, 2), (visited, torch.int32, 2), (unsaturated, torch.bool, 2), (scratch, torch.uint8, 2),
+        "tree_route_fwd", x, x.dtype, (x, x.dtype), x.stride(0),
+        *((each, x.dtype) for each in weight), *((each, x.dtype) for each in bias), (weights, weights.dtype),
+        (chosen, torch.int32), (visited, torch.int32), (unsaturated, torch.bool), (scratch, torch.uint8),
         stride, tokens, dim, trees, experts, gamma,
     )  # fmt: skip
     return weights, chosen, visited, unsaturated

@@ -40,7 +40,7 @@ def tree_gate_logits(native, x, split_weight, leaf_weight, split_bias, leaf_bias
         weight.new_zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
         for weight, bias in ((split_weight, split_bias), (leaf_weight, leaf_bias))
     ]
-    results = ((each, dtype, 2) for each in biases)
+    results = ((each, dtype) for each in biases)
     _run(native, "tree_products_fwd", x, split_weight, leaf_weight, split, leaf, found, results)
     split[:, :, :above] = found.top
     return split.to(x.dtype), leaf.to(x.dtype)
@@ -71,7 +71,7 @@ def tree_gate_logits_bwd(
     if wants[1]:
         dsplit_weight[:, :above] = _gradient(native, top, x.to(dtype))
     results = dx, dsplit_weight, dleaf_weight
-    pointers = ((each if each.numel() else None, dtype, each.dim()) for each in results)
+    pointers = ((each if each.numel() else None, dtype) for each in results)
     _run(native, "tree_products_bwd", x, *weights, dsplit, dleaf, found, pointers)
     return dx.to(x.dtype), dsplit_weight.to(x.dtype), dleaf_weight.to(x.dtype)
 
@@ -144,9 +144,9 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
     token = offsets.new_empty(tokens * branches)
     bits = offsets.new_empty((trees, tokens), dtype=torch.int64)
     native.call(
-        "tree_reach", wide_top, wide_top.dtype, (wide_top, wide_top.dtype, 3), wide_top.stride(0),
-        wide_top.stride(1), gamma, tokens, trees, above.bit_length(), (bits, torch.int64, 2),
-        (offsets, torch.int32, 1), (token, torch.int32, 1),
+        "tree_reach", wide_top, wide_top.dtype, (wide_top, wide_top.dtype), wide_top.stride(0),
+        wide_top.stride(1), gamma, tokens, trees, above.bit_length(), (bits, torch.int64),
+        (offsets, torch.int32), (token, torch.int32),
     )  # fmt: skip
     return _Reach(top, offsets, token) if offsets[-1] <= worth * tokens * branches else None
 
@@ -167,7 +167,7 @@ def _run(native, name, x, split_weight, leaf_weight, split, leaf, found, results
     scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
     native.call(
-        name, x, dtype, (x, dtype, 2), x.stride(0), *((each, dtype, 3) for each in pairs),
-        (found.offsets, torch.int32, 1), (found.token, torch.int32, 1), (packed, dtype, 2), (scratch, dtype, 2),
+        name, x, dtype, (x, dtype), x.stride(0), *((each, dtype) for each in pairs),
+        (found.offsets, torch.int32), (found.token, torch.int32), (packed, dtype), (scratch, dtype),
         stride, tokens, dim, trees, experts, (branches // trees).bit_length() - 1, *results, passes=trees * experts,
     )  # fmt: skip
