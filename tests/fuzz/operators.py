@@ -1,7 +1,7 @@
 """python -m tests.fuzz --operators: calls of the registered operators with wrong arguments (tests/helpers/operators).
 
-First come all honest calls with each change of one argument, for every dtype, instruction set and form of a product, in
-an order drawn from the seed; then, until the time is over, calls with changes of two arguments. Every call runs in a
+Half of the calls are honest calls with one changed argument, until all changes were made for every dtype, instruction
+set and form of a product, in an order drawn from the seed. The others have two changed arguments. Every call runs in a
 process that may crash.
 """
 
@@ -28,17 +28,17 @@ def run(minutes: float, processes: int, seed: int, most: int, only: list[str]) -
     names = only or sorted(OPERATORS)
     waiting = [each for name in names for dtype in DTYPES for form in forms(name) for each in cases(name, dtype, form)]
     draw.shuffle(waiting)
-    singles, ran, faults = len(waiting), Counter[str](), 0
+    every, ran, faults = len(waiting), Counter[str](), 0
     while time.monotonic() < end and faults < most:
-        batch, waiting = waiting[:BATCH], waiting[BATCH:]
-        batch = batch or [two(draw, names) for _ in range(BATCH)]
+        batch, waiting = waiting[: BATCH // 2], waiting[BATCH // 2 :]
+        batch += [two(draw, names) for _ in range(BATCH - len(batch))]
         found = pool.run([each.fault for each in batch], processes=processes)
         ran.update(each.operator for each in batch)
         for case, fault in zip(batch, found, strict=True):
             if fault is not None and faults < most:
                 faults += 1
                 print(f"{case}: {fault}\n  {command(case)}", flush=True)
-    print(f"{ran.total()} calls of operators, {faults} faults; {min(ran.total(), singles)} of {singles} single changes")
+    print(f"{ran.total()} calls of operators, {faults} faults; {every - len(waiting)} of {every} single changes")
     return 1 if faults else 0
 
 
@@ -58,5 +58,9 @@ def command(case: Case) -> str:
 
 def repeat(spec: dict) -> str | None:
     """The fault of a case, in a process that may crash."""
-    case = Case(**spec | {"changes": tuple(map(tuple, spec["changes"]))})
-    return pool.run([case.fault])[0]
+    return pool.run([case_of(spec).fault])[0]
+
+
+def case_of(spec: dict) -> Case:
+    """The case of the JSON object in a command."""
+    return Case(**spec | {"changes": tuple(map(tuple, spec["changes"]))})

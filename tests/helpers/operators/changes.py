@@ -33,7 +33,7 @@ def changes(operator: Operator, call: Call, name: str, kind: str) -> dict[str, C
     elif kind == "str":
         found = {repr(each): partial(_same, each) for each in _strings(name)}
     elif kind == "List[bool]":
-        lists = [], value[:-1], [*value, True], [not each for each in value]
+        lists: list[list[bool]] = [[], value[:-1], [*value, True], [not each for each in value]]
         found = {f"{each}": partial(_same, each) for each in lists}
     elif kind == "ScalarType":
         found = {f"{each}": partial(_same, each) for each in _dtypes(value)}
@@ -92,18 +92,25 @@ def _of_tensor(operator: Operator, call: Call, name: str) -> Iterator[tuple[str,
     if x.dim():
         yield "one dimension less", lambda: x[0]
     for dim, size in enumerate(x.shape):
-        yield f"size {dim} one more", lambda dim=dim: torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1)], dim)
-        yield f"size {dim} one less", lambda dim=dim: x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
-        if size > 1:
-            yield f"size {dim} 0", lambda dim=dim: x.narrow(dim, 0, 0).contiguous()
+        yield f"size {dim} one more", partial(_longer, x, dim)
+        for label, length in {"one less": size - 1, "0": 0}.items():
+            yield f"size {dim} {label}", partial(_shorter, x, dim, length)
     for dtype in _dtypes(x.dtype):
-        yield f"{dtype}".removeprefix("torch."), lambda dtype=dtype: x.to(dtype)
+        yield f"{dtype}".removeprefix("torch."), partial(x.to, dtype)
     yield from _layouts(x)
     if name in operator.index:
         yield from _indices(operator, call, name)
     if name == "taus":
         for value in (math.nan, math.inf, -1.0, 0.0):
-            yield f"taus[-1] = {value}", lambda value=value: torch.tensor([x[0], value], dtype=x.dtype)
+            yield f"taus[-1] = {value}", partial(torch.tensor, [float(x[0]), value], dtype=x.dtype)
+
+
+def _longer(x: Tensor, dim: int) -> Tensor:
+    return torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1)], dim)
+
+
+def _shorter(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.narrow(dim, 0, length).contiguous()
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Change]]:

@@ -29,7 +29,7 @@ class Schema:
 
     def __call__(self, call: Call) -> tuple[Any, ...]:
         found = self.packet(*(call[name] for name in self.kinds))
-        return () if found is None else found if isinstance(found, tuple | list) else (found,)
+        return () if found is None else tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def every_operator() -> list[str]:
@@ -88,7 +88,7 @@ def _fault_of_error(
     if not isinstance(error, NAMED):
         return f"raises another kind of error: {said}"
     names = _families(schema.name, operator, call)
-    found = next(filter(None, (re.match(rf"{each}\b", str(error)) for each in names)), None)
+    found = next(filter(None, (re.match(each, str(error)) for each in names)), None)
     if found is None:
         return f"does not name the operator: {said}"
     rest, wrong = str(error)[found.end() :], set(schema.kinds) if operator.loose else changed | verdict.blamed
@@ -100,7 +100,7 @@ def _fault_of_error(
 def _families(name: str, operator: Operator, call: Call) -> list[str]:
     families = [name, re.sub("_(fwd|bwd)$", "", name), *operator.families]
     families += [str(call["op"])] if name == "refuse_bad_rows" else []
-    return [f"{re.escape(family)}(_fwd|_bwd)?" for family in families]
+    return [f"{re.escape(family)}(_fwd|_bwd)?:" for family in families]
 
 
 def _fault_of_layout(

@@ -74,16 +74,17 @@ def _gemm(dtype: torch.dtype) -> dict[str, Call]:
 
 
 def _gemm_fwd(s: Given) -> tuple[Tensor, ...]:
-    given = [None if each is None else each.detach() for each in wide(s.x, s.weight, s.bias)]
-    pre = _products(given[0], given[1], s.expert_offsets, s.row_token, given[2])
+    x, weight, bias = wide(s.x, s.weight, s.bias)
+    pre = _products(x, weight, s.expert_offsets, s.row_token, bias).detach()
     return _activated(pre, s.activation, s.expert_offsets), pre if s.keep_pre else pre[:0]
 
 
 def _gemm_bwd_calls(dtype: torch.dtype) -> dict[str, Call]:
     def call(given: Call, activation: str, pre: bool, wanted: list[bool]) -> Call:
         names = "x", "weight", "expert_offsets", "row_token", "bias"
-        x, weight, offsets, row_token, bias = (given[name] for name in names)
-        saved = _products(*wide(x, weight), offsets, row_token, *wide(bias)).detach().to(dtype)
+        x, weight, bias = wide(given["x"], given["weight"], given["bias"])
+        offsets = given["expert_offsets"]
+        saved = _products(x, weight, offsets, given["row_token"], bias).detach().to(dtype)
         grad = random(dtype, *_activated(saved, activation, offsets).shape)
         rest = {"pre": saved if pre else None, "activation": activation, "wanted": wanted, "backend": "cpu"}
         return {"grad": grad} | {name: given[name] for name in names} | rest
@@ -97,6 +98,8 @@ def _gemm_bwd_calls(dtype: torch.dtype) -> dict[str, Call]:
 
 
 def _gemm_bwd(s: Given) -> tuple[Tensor, ...]:
+    if not any(s.wanted):
+        return (s.x.new_zeros(0),) * 3
     x, weight, bias = leaves = wide(s.x, s.weight, s.bias)
     pre = with_value(_products(x, weight, s.expert_offsets, s.row_token, bias), s.pre)
     return gradients(_activated(pre, s.activation, s.expert_offsets), s.grad, leaves, s.wanted)

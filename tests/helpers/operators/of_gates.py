@@ -94,8 +94,9 @@ def _logits_gradients(s: Given) -> tuple[Tensor, ...]:
 
 
 def _routed(s: Given) -> tuple[Tensor | None, ...]:
-    tensors = wide(s.x, s.split_weight, s.leaf_weight, s.split_bias, s.leaf_bias)
-    x, split_weight, leaf_weight, split_bias, leaf_bias = (None if each is None else each.detach() for each in tensors)
+    x, split_weight, leaf_weight, split_bias, leaf_bias = wide(
+        s.x, s.split_weight, s.leaf_weight, s.split_bias, s.leaf_bias
+    )
     biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
     if s.x.dtype in (torch.bfloat16, torch.float16):  # rounding decides between leaves that are nearly equally likely
         return None, None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +167,8 @@ def _make_plan(dtype: torch.dtype) -> dict[str, Call]:
 
 def _planned(s: Given) -> tuple[Tensor, ...]:
     need(within(s.experts, -1, s.num_experts), "experts")
-    options = {"capacity": s.capacity, "priority": s.priority, "order": s.order}
-    return tuple(plans.make_plan(s.experts, s.num_experts, **options))[2:]
+    options: dict[str, Any] = {"capacity": s.capacity, "priority": s.priority, "order": s.order}
+    return plans.make_plan(s.experts, s.num_experts, **options)[2:]
 
 
 def _scores(dtype: torch.dtype) -> dict[str, Call]:
@@ -259,7 +260,7 @@ OPERATORS = {
     "plan_expert_choice_fwd": Operator(
         {"scores": "f T E"},
         _scores,
-        lambda s: tuple(plans.plan_expert_choice(s.scores, s.capacity)[0])[2:],
+        lambda s: plans.plan_expert_choice(s.scores, s.capacity)[0][2:],
         ints=CAPACITY,
         rules=((lambda s: s.E >= 1, "scores"),),
         exact=True,

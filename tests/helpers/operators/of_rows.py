@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,9 @@ def _gate_gradient(s: Given) -> tuple[Tensor]:
     if s.logits is None:
         found = torch.zeros(grad.shape[0], s.num_experts, dtype=torch.float64)
         return (found.scatter(1, index, weights * (grad - mean)).to(s.dtype),)
-    shares = s.logits.double().softmax(1)
+    logits = s.logits.double()
+    first = logits.gather(1, index[:, :1]) if index.shape[1] else 0.0
+    shares = weights[:, :1] * (logits - first).exp()  # softmax(logits), if the weights are from there
     return ((shares * (torch.zeros_like(shares).scatter(1, index, grad) - mean)).to(s.dtype),)
 
 
@@ -177,7 +180,7 @@ def _swiglu_bwd(s: Given) -> tuple[Tensor | None, ...]:
 
 
 MATRICES = {"scores": "f B n n", "taus": "all A", "row_sums": "d B n", "column_sums": "d B n"}
-SINKHORN = {
+SINKHORN: dict[str, Any] = {
     "ints": {"iterations": (0, lambda s: INT32_MAX)},
     "floats": {"tolerance": lambda s: s.tolerance == s.tolerance},
     "rules": ((lambda s: s.A == 2 and all(0 < each < inf for each in s.taus.tolist()), "taus"),),
@@ -190,7 +193,7 @@ SINKHORN = {
         (lambda s: (s.row_sums is None) == (s.column_sums is None), "row_sums column_sums"),
     ),
 }
-CLAMPED = {
+CLAMPED: dict[str, Any] = {
     "soft": ((lambda s: s.limit <= torch.finfo(torch.float32).max, "limit"),),
     "floats": {"alpha": lambda s: isfinite(s.alpha), "limit": lambda s: 0 < s.limit < inf},
     "loose": True,

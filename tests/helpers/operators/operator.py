@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -127,15 +128,18 @@ def _dtypes(operator: Operator, call: Call) -> set[str]:
 
 
 def _scalars(operator: Operator, given: Given) -> set[str]:
-    rules = [*((allowed, name) for name, allowed in operator.floats.items())]
+    wrong = _broken(tuple((allowed, name) for name, allowed in operator.floats.items()), given)
     for name, (low, high) in operator.ints.items():
-        rules.append((lambda s, name=name, low=low, high=high: low <= getattr(s, name) <= high(s), name))
-    wrong = _broken(tuple(rules), given)
+        wrong |= _broken(((partial(_between, name, low, high), name),), given)
     wrong |= {name for name, allowed in operator.choices.items() if getattr(given, name) not in allowed}
     wrong |= {name for name, count in operator.flags.items() if len(getattr(given, name)) != count}
     if getattr(given, "backend", "cpu") not in ("cpu", "triton", "cuda"):
         wrong.add("backend")
     return wrong
+
+
+def _between(name: str, low: int, high: Callable[[Given], int], given: Given) -> bool:
+    return low <= getattr(given, name) <= high(given)
 
 
 def _broken(rules: tuple[Rule, ...], given: Given) -> set[str]:
