@@ -2,7 +2,8 @@
 # VENV=0 uses the installed packages instead: make test VENV=0 PYTHON=python3
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; QUICK=1 takes about four.
 # OUT=folder is for its results. It looks for a GPU before anything is installed.
-# make fuzz MINUTES=10 compares random calls of the operations with their definitions.
+# make fuzz MINUTES=10 compares random calls of the operations with their definitions; then, for a time as long, it
+# calls the operators with wrong arguments.
 # make baseline saves each kernel's time relative to PyTorch; make regression fails if one rose by over a quarter.
 
 PYTHON ?= python3
@@ -63,6 +64,7 @@ MINUTES ?= 10
 
 fuzz: build
 	$(RUN) -m tests.fuzz --minutes $(MINUTES) --processes $(JOBS) --interpreted 0.002 $(FUZZ)
+	$(RUN) -m tests.fuzz --minutes $(MINUTES) --processes $(JOBS) --operators $(FUZZ)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

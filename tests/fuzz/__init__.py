@@ -4,6 +4,7 @@ Each call runs with one of this machine's CPU instruction sets or, with --interp
 in Triton's interpreter.
 
     python -m tests.fuzz --minutes 10 --processes 2
+    python -m tests.fuzz --operators --processes 2           calls the operators with wrong arguments (operators.py)
     python -m tests.fuzz --case '{"op": "kwta", ...}'        repeats one case; every failure prints such a command
 
 A case is a `Spec`: a dict of plain values that determines the call and its tensors. operations.py draws a random spec,

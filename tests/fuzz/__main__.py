@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes (one per core)")
     parser.add_argument("--seed", type=int, help="seed of the cases; by default random")
     parser.add_argument("--op", action="append", default=[], help="only this operation; may be repeated")
+    parser.add_argument("--operators", action="store_true", help="operators with wrong arguments; --op names one")
     parser.add_argument("--failures", type=int, default=20, help="stop a process after that many failures (20)")
     parser.add_argument("--interpreted", type=float, default=0, help="fraction of cases on Triton's interpreter (0)")
     parser.add_argument("--case", help="repeat this case, a JSON object")
@@ -38,6 +39,10 @@ def main() -> int:
         return _work(options)
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
     print(f"seed {seed}, {options.processes} processes, {options.minutes:g} minutes", flush=True)
+    if options.operators:
+        from tests.fuzz import operators
+
+        return operators.run(options.minutes, options.processes, seed, options.failures, options.op)
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             _Worker(options, Path(folder) / f"{rank}", seed + 1000003 * rank) for rank in range(options.processes)
@@ -118,10 +123,11 @@ def _work(options: argparse.Namespace) -> int:
 
 
 def _repeat(spec: dict[str, object]) -> int:
+    from tests.fuzz import operators
     from tests.fuzz.check import failure, set_up_process
 
     set_up_process()
-    found = failure(spec)
+    found = operators.repeat(spec) if "operator" in spec else failure(spec)
     print(found or "correct")
     return 1 if found else 0
 

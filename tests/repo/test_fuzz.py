@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from tests.fuzz import check, command
+from tests.fuzz import check, command, operators
 from tests.fuzz.operations import OPERATIONS, drawn
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +102,16 @@ def test_a_crash_is_reported_with_its_case(fault, message, tmp_path):
     assert len(run) == (2 if message else 1)
     assert any(message in line for line in printed)
     assert any('--case \'{"op":' in line for line in printed) == bool(message)
+
+
+def test_a_case_of_an_operator_is_repeated_by_its_command():
+    draw = random.Random(4)
+    given = [operators.two(draw, ["kwta_bwd", "expert_mlp_fwd"]) for _ in range(20)]
+    assert len({case.operator for case in given}) == 2
+    for case in given:
+        words = shlex.split(operators.command(case))
+        spec = json.loads(words[words.index("--case") + 1])
+        assert operators.case_of(spec) == case
+        case.call()
+    done = fuzz("--case", json.dumps(dataclasses.asdict(dataclasses.replace(given[0], changes=()))))
+    assert (done.returncode, done.stdout) == (0, "correct\n"), done.stdout + done.stderr
