@@ -108,6 +108,17 @@ def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None)
             raise ValueError(f"{op}: plan.row_token and plan.slot_row must agree: row slot_row[t, k] is of token t")
 
 
+def refuse_bad_plan(op: str, expert_offsets: Tensor, row_token: Tensor, row_choice: Tensor, slot_row: Tensor) -> None:
+    """Raises ValueError as refuse_bad_rows, and if row_choice is out of range or does not agree with slot_row."""
+    refuse_bad_rows(op, slot_row, row_token.shape[0], row_token, expert_offsets)
+    if not is_checked(slot_row):
+        return
+    refuse_outside(f"{op}: plan.row_choice", row_choice, -1, slot_row.shape[1], "no choice")
+    token, choice = (slot_row >= 0).nonzero(as_tuple=True)
+    if not torch.equal(row_choice[slot_row[token, choice].long()].long(), choice):
+        raise ValueError(f"{op}: plan.row_choice and plan.slot_row must agree: row slot_row[t, k] is of choice k")
+
+
 def _refuse_bad_offsets(what: str, expert_offsets: Tensor, num_rows: int) -> None:
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):

@@ -4,6 +4,7 @@
 #include "ops.h"
 
 #include "groups.h"
+#include "moe/cpu/indices.h"
 #include "moe/cpu/plan_rows.h"
 
 namespace moe {
@@ -23,12 +24,13 @@ bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32
 
 }  // namespace
 
-// Returns 1 if expert_offsets does not ascend from 0 to at most num_rows, or if slot_row does not name each row in use
+// Returns 1 if an index in row_token or row_choice is out of range, if expert_offsets does not ascend from 0 to at most num_rows, or if slot_row does not name each row in use
 // once, at its token in row_token and its choice in row_choice (unless it is null), except rows of token -1; else 0.
 int check_plan(const int32_t* expert_offsets, const int32_t* row_token, const int32_t* row_choice,
                const int32_t* slot_row, int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts,
                int /*threads*/) {
   const Groups groups{expert_offsets, num_experts};
+  if (!within(row_token, num_rows, tokens) || !within(row_choice, num_rows, k)) return 1;
   return !groups.fit(num_rows) || !names_each_row(slot_row, row_token, row_choice, tokens, k, groups.used(), num_rows, true);
 }
 

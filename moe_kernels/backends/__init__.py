@@ -246,19 +246,27 @@ def load(name: str, op: str) -> ModuleType:
         raise ImportError("no Triton kernel" if error.name == module else "Triton is not installed") from error
 
 
-def kernels(name: str, op: str) -> ModuleType:
-    """As `load`, for an operator, whose argument `backend` no public function may have checked."""
-    if name not in KERNELS:
-        raise ValueError(f"{op}: backend must be one of {', '.join(KERNELS)}; got {name!r}")
-    try:
-        return load(name, op)
-    except ImportError as error:
-        raise BackendError(f"{op}: backend {name!r} cannot run here: {error}") from None
+def refuse(operator: str, backend: str, x: Tensor) -> None:
+    """Raises unless `backend` has kernels for torch's operator of this name on the device of x. Exported and compiled
+    programs call operators with the backend that they were made with."""
+    if backend not in KERNELS:
+        raise ValueError(f"{operator}: backend must be one of {', '.join(KERNELS)}; got {backend!r}")
+    reason = _refusal(operator, backend, target_of(x.device.type, x.device.index))
+    if reason is not None:
+        raise BackendError(f"{operator}: backend {backend!r} cannot run here: {reason}")
+
+
+@cache
+def _refusal(operator: str, backend: str, target: str) -> str | None:
+    name, _, last = operator.rpartition("_")  # expert_mlp_bwd is an operator of expert_mlp
+    op = name if last in ("fwd", "bwd") else ALIASES.get(operator, operator.removesuffix("_of_choices"))
+    return unsupported(backend, op.removesuffix("_logits"), target, torch.bfloat16)
 
 
 def reconsider() -> None:
     """Clears the cache of choices, after a change of what a backend supports, as tests and `precompile` make."""
     _decide.cache_clear()
+    _refusal.cache_clear()
 
 
 def candidates(op: str, target: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
+from moe_kernels import backends
 from moe_kernels.ops import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
@@ -48,13 +49,25 @@ def define(
     qualified = f"moe_kernels::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+    op = getattr(torch.ops.moe_kernels, name).default
+    kernels = op._schema.arguments[-1].name == "backend"
+    required = [
+        (position, each.name)
+        for position, each in enumerate(op._schema.arguments)
+        if isinstance(each.type, torch.TensorType)
+    ]
+
     def checked(*args: Any) -> Any:
+        for position, argument in required:
+            if args[position] is None:  # torch passes None for a tensor too
+                raise TypeError(f"{name}: {argument} must be a Tensor, got None")
+        if kernels and args[-1] != "cpu":
+            backends.refuse(name, args[-1], args[required[0][0]])
         check(name, *args)
         return implementation(*args)
 
     _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
-    op = getattr(torch.ops.moe_kernels, name).default
     if backward is not None:
         save, backward = _without_zeros(save, backward)
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)

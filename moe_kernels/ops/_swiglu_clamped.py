@@ -5,6 +5,7 @@ g = min(pre_(2j), limit),   u = pre_(2j+1) clamped to +-limit,   y_j = (u + 1) g
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,14 +17,19 @@ from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
 
 
-def _check(op: str, pre: Tensor, *rest: float) -> None:
+def _check(op: str, pre: Tensor, alpha: float, limit: float) -> None:
     _operands.floating(op, "pre", pre, pre.dim())
     if pre.dim() < 1 or pre.shape[-1] % 2:
         raise ValueError(f"{op}: pre must have an even last dimension, got shape {tuple(pre.shape)}")
+    largest = torch.finfo(compute_dtype(pre.dtype)).max
+    if not isfinite(alpha):
+        raise ValueError(f"{op}: alpha must be finite, got {alpha}")
+    if not 0 < limit <= largest:
+        raise ValueError(f"{op}: limit must be above 0 and finite in {compute_dtype(pre.dtype)}, got {limit}")
 
 
-def _check_bwd(op: str, grad: Tensor, pre: Tensor, *rest: float) -> None:
-    _check(op, pre)
+def _check_bwd(op: str, grad: Tensor, pre: Tensor, alpha: float, limit: float) -> None:
+    _check(op, pre, alpha, limit)
     _operands.expect(op, "grad", grad, (*pre.shape[:-1], pre.shape[-1] // 2), pre.dtype, pre)
 
 

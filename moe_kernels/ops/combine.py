@@ -41,7 +41,7 @@ def combine_fwd(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: st
     weights = None if weights is None else weights.contiguous()
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("combine", slot_row, x.shape[0])
-    return backends.kernels(backend, "combine").combine_fwd(contiguous_rows(x), weights, slot_row.contiguous())
+    return backends.load(backend, "combine").combine_fwd(contiguous_rows(x), weights, slot_row.contiguous())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,7 +64,7 @@ def combine_bwd(grad, x, weights, row_token, slot_row, expert_offsets, row_choic
     if backend != "cpu":
         refuse_bad_rows("combine", slot_row, x.shape[0], expert_offsets=expert_offsets)
     given = contiguous_rows(grad), contiguous_rows(x), weights.contiguous(), slot_row, expert_offsets
-    return backends.kernels(backend, "combine").combine_bwd(*given)
+    return backends.load(backend, "combine").combine_bwd(*given)
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

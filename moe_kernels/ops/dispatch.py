@@ -63,7 +63,7 @@ def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets:
     arrays = [each.contiguous() for each in (row_token, slot_row, expert_offsets)]
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
-    return backends.kernels(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
+    return backends.load(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

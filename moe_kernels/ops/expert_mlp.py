@@ -43,7 +43,15 @@ from moe_kernels.ops.grouped_gemm import (
 )
 from moe_kernels.ops.plan import check_choices, make_plan, make_plan_fwd
 from moe_kernels.plan import RoutingPlan
-from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous, contiguous_rows, refuse_bad_rows
+from moe_kernels.sizes import (
+    CLAMPED,
+    compute_dtype,
+    contiguous,
+    contiguous_rows,
+    is_checked,
+    refuse_bad_plan,
+    refuse_outside,
+)
 
 
 def _check_weights(weights: Tensor, choices: Tensor, x: Tensor) -> None:
@@ -120,7 +128,8 @@ def _check_of_choices(op, x, weights, w_in, w_out, b_in, b_out, experts, activat
     _operands.expect(op, "experts", experts, (tokens, k), experts.dtype, x)
     _operands.expect(op, "weights", weights, experts.shape, compute_dtype(x.dtype), x)
     num_experts = _operands.shape_of(op, "w_in", w_in, 3)[0]
-    _operands.integer(op, "num_experts", num_experts, 1)
+    if num_experts < 1:
+        raise ValueError(f"{op}: w_in must have at least one expert, got shape {tuple(w_in.shape)}")
     check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
 
 
@@ -140,11 +149,10 @@ def expert_mlp_fwd(
 
 
 def _refuse_disagreement(plan: tuple[Tensor, ...], backend: str) -> None:
-    expert_offsets, row_token, _, slot_row = plan
     if backend == "cpu":
         kernels(backend).refuse_disagreement("expert_mlp", *plan)
     else:
-        refuse_bad_rows("expert_mlp", slot_row, row_token.shape[0], row_token, expert_offsets)
+        refuse_bad_plan("expert_mlp", *plan)
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
@@ -162,6 +170,8 @@ def _of_choices(x, weights, w_in, w_out, b_in, b_out, experts, activation, backe
     found = _single_launch(*given, activation, None, experts.contiguous(), False, backend)
     if found is None:
         choices = torch.where(experts < w_in.shape[0], experts, -1)
+        if is_checked(choices):
+            refuse_outside("expert_mlp_of_choices: experts", choices, -1, w_in.shape[0], "none")
         plan = make_plan_fwd(choices, w_in.shape[0], None, None, "choice", backend)
         found = expert_mlp_fwd(*given, plan[0], plan[1], plan[2], plan[3], activation, False, backend)
     return found[0]

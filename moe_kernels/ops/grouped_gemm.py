@@ -108,7 +108,7 @@ def _check_bwd(op, grad, x, weight, expert_offsets, row_token, bias, pre, activa
 
 
 def kernels(backend: str):
-    return backends.kernels(backend, "grouped_gemm")
+    return backends.load(backend, "grouped_gemm")
 
 
 def grouped_gemm_fwd(

@@ -63,7 +63,7 @@ def kwta_fwd(
     x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     values = None if values is None else contiguous_rows(values)
-    return backends.kernels(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
+    return backends.load(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
 
 
 def _fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
@@ -91,7 +91,7 @@ def _check_bwd(op: str, grad: Tensor, bits: Tensor, backend: str) -> None:
 
 
 def kwta_bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
-    return backends.kernels(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
+    return backends.load(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
 
 
 def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,7 +106,7 @@ def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
-    return backends.kernels(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
+    return backends.load(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
 
 
 def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:

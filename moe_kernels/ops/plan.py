@@ -79,7 +79,9 @@ def _check_scored(op: str, scores: Tensor, capacity: int, backend: str) -> None:
 def make_plan_fwd(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_unknown_experts(experts, num_experts)
-    return backends.kernels(backend, "plan").make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order)
+    return backends.load(backend, "make_plan").make_plan_fwd(
+        experts.contiguous(), num_experts, capacity, priority, order
+    )
 
 
 def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
@@ -116,7 +118,7 @@ define(
 )
 define(
     f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
-    lambda scores, capacity, backend: backends.kernels(backend, "plan").plan_expert_choice_fwd(
+    lambda scores, capacity, backend: backends.load(backend, "plan_expert_choice").plan_expert_choice_fwd(
         contiguous_rows(scores), capacity
     ),
     _plan_expert_choice_fake,
@@ -125,7 +127,7 @@ define(
 )
 define(
     f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
-    lambda scores, capacity, backend: backends.kernels(backend, "plan").plan_priority_fwd(
+    lambda scores, capacity, backend: backends.load(backend, "plan_priority").plan_priority_fwd(
         contiguous_rows(scores), capacity
     ),
     _plan_priority_fake,

@@ -23,7 +23,7 @@ float32 numbers are 1 apart.
 
 from __future__ import annotations
 
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -94,15 +94,17 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
         raise ValueError(f"sinkhorn: gradient='implicit' computes no gradient for {name}; got {name} that requires one")
 
 
-def _check_fwd(op, scores, taus, iterations, row_sums, column_sums, *rest) -> None:
+def _check_fwd(op, scores, taus, iterations, row_sums, column_sums, tolerance, *rest) -> None:
     batch, n, _ = _operands.floating(op, "scores", scores, 3)
     _operands.expect(op, "scores", scores, (batch, n, n), scores.dtype, scores)
     _check_taus(op, taus)
-    _operands.integer(op, "iterations", iterations, 0, MOST_ITERATIONS)
+    _operands.integer(op, "iterations", iterations, 1, MOST_ITERATIONS)
     for name, each in (("row_sums", row_sums), ("column_sums", column_sums)):
         _operands.expect(op, name, each, (batch, n), torch.float64, scores)
     if (row_sums is None) != (column_sums is None):
         raise ValueError(f"{op}: row_sums and column_sums must both be given, or neither")
+    if not (isfinite(tolerance) and (tolerance < 0 or row_sums is not None)):
+        raise ValueError(f"{op}: tolerance must be negative (none), or finite beside row_sums; got {tolerance}")
 
 
 def _check_taus(op: str, taus: Tensor) -> None:
@@ -127,7 +129,7 @@ def _check_implicit(op: str, grad: Tensor, p: Tensor, taus: Tensor) -> None:
 def sinkhorn_fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
     if scores.numel() == 0:
         return scores.new_empty(scores.shape)
-    kernels, temperatures = backends.kernels(backend, "sinkhorn"), _temperatures(taus, iterations)
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
     p = kernels.sinkhorn_fwd(contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
     if implicit:
         reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
@@ -158,7 +160,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def sinkhorn_bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backend) -> tuple[Tensor, ...]:
     if scores.numel() == 0:
         return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
-    kernels, temperatures = backends.kernels(backend, "sinkhorn"), _temperatures(taus, iterations)
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
     given = contiguous_rows(grad), contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
     return tuple(grad.new_empty(0) if each is None else each for each in kernels.sinkhorn_bwd(*given))
 

@@ -33,7 +33,7 @@ def _check_fwd(op: str, logits: Tensor, k: int, order: str, backend: str) -> Non
 
 
 def topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-    return backends.kernels(backend, "topk_gate").topk_gate_fwd(contiguous_rows(logits), k, order)
+    return backends.load(backend, "topk_gate").topk_gate_fwd(contiguous_rows(logits), k, order)
 
 
 def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype, backend) -
         refuse_bad_choices("topk_gate_bwd", experts, num_experts)
     grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()
     logits = None if logits is None else contiguous_rows(logits)
-    return backends.kernels(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
+    return backends.load(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
 
 
 define(

@@ -146,11 +146,11 @@ def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> 
 
 def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
     """Dtype of gates and leaf probabilities: `dtype`, that of x, if kernels round to it, else the compute dtype."""
-    return dtype if getattr(backends.kernels(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
+    return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
 
 
 def tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
-    kernels = backends.kernels(backend, "tree_gate")
+    kernels = backends.load(backend, "tree_gate")
     fits = getattr(kernels, "tree_gate_fits", None)
     if fits is not None and fits(x, split_weight, leaf_weight):
         return kernels.tree_gate_fused_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode)
@@ -193,11 +193,11 @@ def tree_gate_bwd(
     grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode, backend
 ) -> tuple[Tensor, Tensor]:
     given = contiguous(grad_gates, grad_leaf_probs, split_logits, leaf_logits)
-    return backends.kernels(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
+    return backends.load(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
 
 
 def tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend):
-    kernels = backends.kernels(backend, "tree_gate")
+    kernels = backends.load(backend, "tree_gate")
     dsplit, dleaf, split_logits = contiguous(dsplit, dleaf, split_logits)
     if hasattr(kernels, "tree_gate_logits_bwd"):
         return kernels.tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants)
@@ -215,7 +215,7 @@ def _tree_gate_logits_bwd_fake(dsplit, dleaf, split_logits, x, split_weight, lea
 
 
 def tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, backend):
-    kernels = backends.kernels(backend, "tree_route")
+    kernels = backends.load(backend, "tree_route")
     return kernels.tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups, refuse_bad_rows, refuse_outside
+from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups, refuse_bad_plan, refuse_outside
 
 # C++ always multiplies if the experts have up to SMALL multiply-adds on average.
 SMALL = 2**21
@@ -169,13 +169,12 @@ def grouped_gemm_norms(
 
 
 def refuse_disagreement(native, op, expert_offsets, row_token, row_choice, slot_row) -> None:
-    """Raises ValueError as sizes.refuse_bad_rows, also if row_choice does not agree with slot_row."""
+    """As sizes.refuse_bad_plan."""
     if native.call(
         "check_plan", slot_row, *((each, torch.int32) for each in (expert_offsets, row_token, row_choice, slot_row)),
         *slot_row.shape, row_token.shape[0], expert_offsets.shape[0] - 1,
     ):  # fmt: skip
-        refuse_bad_rows(op, slot_row, row_token.shape[0], row_token, expert_offsets)
-        raise ValueError(f"{op}: plan.row_choice and plan.slot_row must agree: row slot_row[t, k] is of choice k")
+        refuse_bad_plan(op, expert_offsets, row_token, row_choice, slot_row)
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
