@@ -43,9 +43,9 @@ def on_cpu_tensors(backend: str) -> Iterator[None]:
         if backend == "triton":
             from triton.runtime.jit import JITFunction
 
-            from tests.helpers.triton_launches import recorded
+            from tests.ptx import triton_launch
 
-            stack.enter_context(recorded())
+            triton_launch.install()
             stack.enter_context(patch.object(JITFunction, "run", _start))
         elif backend == "cuda":
             from moe_kernels.backends import cuda

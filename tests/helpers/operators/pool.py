@@ -20,6 +20,8 @@ import torch
 Task = Callable[[], "str | None"]
 
 PATIENCE = 10.0  # how many times its processor time a task may take on a machine with other work
+# Modules that a task may import; loaded before a fork, they are not loaded in each process.
+LAZY = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "scipy.optimize", "moe_kernels.backends.triton")
 START = 60.0  # seconds that a process may take before its first task
 ROOM = 4 * 2**30  # bytes that a process may add to its address space
 
@@ -88,9 +90,9 @@ class _Process:
 
 def run(tasks: Sequence[Task], seconds: float = 10.0, processes: int = 1) -> list[str | None]:
     """What each task returned. "crash: ..." if its process ended, "no return ..." after `seconds` of processor time."""
-    for lazily in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "scipy.optimize"):
+    for name in LAZY:
         with contextlib.suppress(ImportError):
-            importlib.import_module(lazily)  # once, and not in each process
+            importlib.import_module(name)
     found: dict[int, str | None] = {}
     with selectors.DefaultSelector() as ready:
 
