@@ -108,10 +108,16 @@ def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None)
             raise ValueError(f"{op}: plan.row_token and plan.slot_row must agree: row slot_row[t, k] is of token t")
 
 
-def refuse_bad_plan(op: str, expert_offsets: Tensor, row_token: Tensor, row_choice: Tensor, slot_row: Tensor) -> None:
+def refuse_bad_plan(
+    op: str,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    row_choice: Tensor | None,
+    slot_row: Tensor,
+) -> None:
     """Raises ValueError as refuse_bad_rows, and if row_choice is out of range or does not agree with slot_row."""
     refuse_bad_rows(op, slot_row, row_token.shape[0], row_token, expert_offsets)
-    if not is_checked(slot_row):
+    if row_choice is None or not is_checked(slot_row):
         return
     refuse_outside(f"{op}: plan.row_choice", row_choice, -1, slot_row.shape[1], "no choice")
     token, choice = (slot_row >= 0).nonzero(as_tuple=True)

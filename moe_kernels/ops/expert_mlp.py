@@ -136,19 +136,18 @@ def _check_of_choices(op, x, weights, w_in, w_out, b_in, b_out, experts, activat
 def expert_mlp_fwd(
     x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
-    plan = expert_offsets, row_token, row_choice, slot_row = contiguous(expert_offsets, row_token, row_choice, slot_row)
-    read = expert_offsets, row_token, slot_row
-    found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, read, None, keep_pre, backend)
+    plan = contiguous(expert_offsets, row_token, slot_row)
+    found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
-    _refuse_disagreement(plan, backend)
+    _refuse_disagreement((plan[0], plan[1], None, plan[2]), backend)  # forward does not read row_choice
     hidden, pre = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # combine can reuse its memory
     return combine_fwd(result, weights, slot_row, backend), pre
 
 
-def _refuse_disagreement(plan: tuple[Tensor, ...], backend: str) -> None:
+def _refuse_disagreement(plan: tuple[Any, ...], backend: str) -> None:
     if backend == "cpu":
         kernels(backend).refuse_disagreement("expert_mlp", *plan)
     else:
