@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -36,8 +37,12 @@ def print_lines(lines: Iterable[str]) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(*header, title=title, title_justify="left")
+def print_table(
+    title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]], *, width: int | None = None
+) -> None:
+    """width: columns of a table without borders, whose cells wrap."""
+    table = Table(*header, title=title, title_justify="left", box=box.SIMPLE_HEAD if width else box.HEAVY_HEAD)
+    table.padding = (0, 0, 0, 1) if width else table.padding
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    (console if width is None else Console(width=width, file=console.file)).print(table)

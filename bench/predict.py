@@ -176,6 +176,24 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
     return found
 
 
+CALLS = ("operation", "backend", "dtype", "direction", "shape", "us", "bound by", "measured")
+
+
+def calls(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
+    """A row for every call; "measured": the measured time divided by the predicted one."""
+    return [
+        (
+            count["operation"] + " (stale)" * each.stale,
+            *(count[name] for name in ("backend", "dtype", "direction", "shape")),
+            microseconds(each.us),
+            each.bound,
+            "-" if each.measured_over_predicted is None else f"x{each.measured_over_predicted:.2f}",
+        )
+        for each in predictions
+        for count in (each.count,)
+    ]
+
+
 SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us on an A100", "cuda: predicted us")
 
 

@@ -28,6 +28,9 @@ def predict_command(
     op: Several = None,
     backend: Several = None,
     count: Annotated[bool, typer.Option("--count", help="Count again: execute the PTX, for minutes.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every launch, with its counts and each resource, in a wide table.")
+    ] = False,
     verified: Annotated[bool, typer.Option("--verify", help="Also verify the executed PTX, for the ledger.")] = False,
 ) -> None:
     """Predicts the least time of GPU kernels from counts of executed PTX; nothing is measured.
@@ -48,8 +51,14 @@ def predict_command(
         raise typer.Exit(2) from None
     found = predict.predict(chosen, merging.read())
     found = [each for each in found if each.count["backend"] in kernels and (not ops or each.count["operation"] in ops)]
-    print_table(f"PREDICTED, not measured: {predict.figures(chosen)}", predict.HEADER, predict.rows(found))
-    console.print(predict.HOW)
+    title = f"PREDICTED, not measured: {predict.figures(chosen)}"
+    if every:
+        print_table(title, predict.HEADER, predict.rows(found))
+        console.print(predict.HOW)
+        return
+    console.print(title, soft_wrap=True, highlight=False)
+    print_table("", predict.CALLS, predict.calls(found), width=100)
+    console.print("Least times; --all prints every launch, its counts and how they are made.")
 
 
 def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     except ValueError as error:
         parser.error(str(error))
     module = sys.modules[recipe.__module__]
-    parser.description = f"{module.__doc__}\nRecipes: {', '.join(recipes.names())} (default: {DEFAULT})."
+    parser.description = (
+        f"{module.__doc__}\nRecipes (default: {DEFAULT}; train NAME --help has the options of each):\n\n"
+    )
+    parser.description += "\n".join(_line_of(each) for each in recipes.names())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def check_recipe(text: str) -> str:
@@ -96,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         metavar="S",
         help="seconds that a rank waits for the others before it fails (default: torch's)",
     )
+
+
+def _line_of(name: str) -> str:
+    """The first sentence of a recipe's file."""
+    text = " ".join((sys.modules[recipes.find(name).__module__].__doc__ or "").split("\n\n")[0].split())
+    return f"  {name:<14} {shorten(text, 100 - 17, placeholder=' ...')}"
 
 
 def run(args: argparse.Namespace) -> int:
