@@ -16,7 +16,7 @@ import typer
 from bench import compare, document, exchange_model, ledger, measure, merging, report, tiles
 from bench import profile as profiling
 from bench import transformers as models
-from bench.console import console, print_table
+from bench.console import console, print_table, sizes
 from bench.console import known_words as _known
 from bench.console import words as _words
 from bench.entry import DIRECTIONS
@@ -63,6 +63,10 @@ Threads = Annotated[
     typer.Option("--threads", help="CPU threads; repeat the option for several. Default: 1 and torch's number."),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="Sampling time of one measurement; slow calls take more.")]
+SizeOf = Annotated[
+    str | None,
+    typer.Option("--size", help="Sizes instead of a set's, such as T=4096,D=256; others are those of its first shape."),
+]
 ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="The set of shapes.")]
 
 
@@ -80,6 +84,7 @@ def run_command(
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time to verify and measure; measuring gets at least a third of it.")
     ] = None,
+    size: SizeOf = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = OUT,
 ) -> None:
     """Verifies the kernels that run here, measures correct ones; writes a result, report.md and report.html.
@@ -88,7 +93,8 @@ def run_command(
     a kernel is wrong, and 2 if a given --backend cannot run here.
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
-    run = _begin(out, _request(shapes, routing, peers, dtype, threads, curves), seconds, until)
+    request = _request(shapes, routing, peers, dtype, threads, curves and not size)
+    run = _begin(out, replace(request, size=sizes(size)), seconds, until)
     run.verify(_operations(op), _backends(backend))
     _exit_if_idle(run, backend)
     run.until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)
@@ -175,6 +181,7 @@ def profile_command(
     direction: Annotated[str, typer.Option("--direction", help=", ".join(DIRECTIONS))] = "training",
     shapes: ShapeSet = Shapes.quick,
     shape: Annotated[int, typer.Option("--shape", min=0, help="Index of the shape in its set.")] = 0,
+    size: SizeOf = None,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
     tools: Annotated[bool, typer.Option(help="On a GPU also run Nsight Compute and proton, if installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
@@ -186,6 +193,8 @@ def profile_command(
     job, reason = profiling.job_of(op, backend, dtype, direction, shapes.value, shape, threads)
     if job is None:
         raise typer.BadParameter(reason)
+    if size:
+        job = replace(job, shape=(measure.sized([job.shape], sizes(size)) or [job.shape])[0])
     found = profiling.profile(job, out)
     lines = []
     for each in found.lines:
@@ -198,7 +207,13 @@ def profile_command(
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
         same_options = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
-        same_options += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
+        same_options += [
+            f"--shapes={shapes.value}",
+            f"--shape={shape}",
+            *([f"--size={size}"] if size else []),
+            f"--threads={threads}",
+            f"--out={out}",
+        ]
         for name, word in profiling.tools(job, same_options, out).items():
             console.print(f"{name}: {word}", soft_wrap=True)
 

@@ -28,6 +28,21 @@ def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tu
     return words
 
 
+def sizes(text: str | None) -> dict[str, int | float]:
+    """The option --size, such as "T=4096,D=256": names and numbers."""
+    found: dict[str, int | float] = {}
+    for word in words([text or ""]):
+        name, equals, value = word.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not name or not equals or number <= 0:
+            raise typer.BadParameter(f"--size must be NAME=NUMBER, several with commas, such as T=4096; got {word!r}")
+        found[name] = int(number) if number == int(number) and "." not in value else number
+    return found
+
+
 def progress() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 

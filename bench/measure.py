@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -36,6 +36,8 @@ class Request:
     peers: only those whose names contain one of these parts; None: all.
     curves: also measure the set "scaling" of every operation: forward, in the first dtype that is measured, on the
         largest number of threads.
+    size: values that replace those of each operation's first shape, such as {"T": 4096}; operations that have none of
+        these sizes are left out. Empty: the whole set.
     first: name of a set that is measured before `shapes`, in the narrowest dtype alone; empty: none.
     """
 
@@ -46,6 +48,7 @@ class Request:
     peers: tuple[str, ...] | None = None
     curves: bool = True
     first: str = ""
+    size: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,10 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
         shapes = _shapes(op, request.shapes, device, request.routings)
+        if request.size:
+            shapes = sized(shapes[:1], request.size)
+            if not shapes:
+                continue
         narrowest = min(
             (each for each in entry.dtypes if dtype_name(each) in request.dtypes), key=lambda each: each.itemsize
         )
@@ -136,6 +143,13 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
     fitting = [replace(job, backends=_fitting(job)) for job in jobs]
     return [job for job in fitting if job.backends], list(dict.fromkeys(left_out))
+
+
+def sized(shapes: Iterable[Shape], size: Mapping[str, Any]) -> list[Shape]:
+    """The shapes with the values of `size` for the sizes that they have; without those that have none."""
+    return [
+        {name: size.get(name, value) for name, value in shape.items()} for shape in shapes if size.keys() & shape.keys()
+    ]
 
 
 def _fitting(job: Job) -> tuple[str, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench import counting, ledger
+import torch
+
+from bench import counting, ledger, registry
+from bench.entry import Entry, Shape
 from bench.tables import markdown, microseconds
 
 INTEGER, PRODUCTS = 1.3, 0.9  # SASS per PTX instruction, in kernels without and with matrix instructions
@@ -109,6 +112,52 @@ def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger
         us = _measured(each, gpu, kept)
         found.append(replace(made, measured_over_predicted=us / made.us if us else None))
     return found
+
+
+def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Prediction]:
+    """The prediction at other sizes, in a list; empty if the call has none of them.
+
+    Launches with matrix instructions grow with the call's FLOPs, others with its least bytes.
+    """
+    count = made.count
+    known = registry.ENTRIES[count["operation"]]
+    old = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
+    if not size.keys() & old.keys():
+        return []
+    new = {name: size.get(name, value) for name, value in old.items()}
+    dtype, direction = getattr(torch, count["dtype"]), count["direction"]
+    flops = [_flops(known, each, dtype, direction) for each in (old, new)]
+    least = [known.least_bytes(each, dtype, direction) for each in (old, new)]
+    by_flops, by_bytes = flops[1] / flops[0] if flops[0] else 1.0, least[1] / least[0]
+    launches = []
+    for each in made.launches:
+        grows = by_flops if each.us[2] else by_bytes
+        us = (each.us[0] * by_bytes, each.us[1] * grows, each.us[2] * grows)
+        launches.append(replace(each, us=us, instructions=each.instructions * grows))
+    shape = count | {"shape": registry.label(new)}
+    return [replace(made, count=shape, launches=tuple(launches), measured_over_predicted=None)]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _flops(known: Entry, shape: Shape, dtype: torch.dtype, direction: str) -> float:
+    """FLOPs of a call, which grow with its first size, from a call with at most 64 of these."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
+    first = next(iter(shape))
+    small = {**shape, first: min(shape[first], 64)}
+    if {"E", "K", "H"} <= shape.keys():  # rows, not experts, have FLOPs: weights of few experts are enough
+        small["E"] = shape["K"]
+    with FlopCounterMode(display=False) as counter:
+        known.kernel("cpu")[direction](known.inputs(small, dtype, "cpu"))
+    return counter.get_total_flops() * shape[first] / small[first]
 
 
 @cache

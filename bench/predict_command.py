@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bench import counting, ledger, merging, predict
-from bench.console import console, known_words, print_table, words
+from bench.console import console, known_words, print_table, sizes, words
 
 Several = Annotated[
     list[str] | None, typer.Option(help="Repeat the option, or separate values with commas. Default: all.")
@@ -28,6 +28,9 @@ def predict_command(
     op: Several = None,
     backend: Several = None,
     count: Annotated[bool, typer.Option("--count", help="Count again: execute the PTX, for minutes.")] = False,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Sizes such as T=4096,D=256 instead of those of the counted call.")
+    ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Every launch, with its counts and each resource, in a wide table.")
     ] = False,
@@ -51,6 +54,8 @@ def predict_command(
         raise typer.Exit(2) from None
     found = predict.predict(chosen, merging.read())
     found = [each for each in found if each.count["backend"] in kernels and (not ops or each.count["operation"] in ops)]
+    if size:
+        found = [each for one in found for each in predict.resized(one, sizes(size), chosen)]
     title = f"PREDICTED, not measured: {predict.figures(chosen)}"
     if every:
         print_table(title, predict.HEADER, predict.rows(found))

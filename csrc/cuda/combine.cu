@@ -16,7 +16,7 @@ constexpr int kBatch = 4, kChoices = 32;
 constexpr int kBlocks = 5;
 
 // For kBatch choices of a token: the row, the weight, and vector `v` of the row (zeros unless `inside`). For a dropped
-// choice, a choice past `count` and a row past num_rows, which a stale plan may have: row -1, weight 0 and zeros.
+// choice or a choice past `count`: row -1, weight 0 and zeros.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];
@@ -27,12 +27,9 @@ struct Batch {
                    int64_t rows_stride,      // vectors from row to row
                    const int32_t* slot_row,  // (count), of one token
                    const float* weights,     // (count), or nullptr: ones
-                   int count, uint32_t num_rows, int v, bool inside) {
+                   int count, int v, bool inside) {
 #pragma unroll
-    for (int a = 0; a < kBatch; a++) {
-      row[a] = a < count ? load(slot_row + a) : -1;
-      if (uint32_t(row[a]) >= num_rows) row[a] = -1;
-    }
+    for (int a = 0; a < kBatch; a++) row[a] = a < count ? load(slot_row + a) : -1;
 #pragma unroll
     for (int a = 0; a < kBatch; a++) {
       piece[a] = row[a] >= 0 && inside ? load(rows + row[a] * rows_stride + v) : Vector{};
@@ -49,7 +46,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
                    const float* weights,     // (tokens, K), or nullptr
                    const int32_t* slot_row,  // (tokens, K)
                    Vector* y,                // (tokens, D)
-                   int64_t tokens, int k, uint32_t num_rows, int vectors) {
+                   int64_t tokens, int k, int vectors) {
   using Elements = Pack<T, Vector>;
   const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= tokens) return;
@@ -58,8 +55,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   for_pieces(vectors, [&](int v) {
     typename Elements::Floats sums = {};
     for (int i = 0; i < k; i += kBatch) {
-      const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, num_rows, v,
-                                true);
+      const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, v, true);
 #pragma unroll
       for (int a = 0; a < kBatch; a++) {
         typename Elements::Floats values;
@@ -102,10 +98,10 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
       typename Elements::Floats dy;
       Elements::unpack(inside ? load(grad + v) : Vector{}, dy);
       for (int i = first; i < last; i += kBatch) {
-        const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, num_rows, v, inside);
+        const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, v, inside);
 #pragma unroll
         for (int a = 0; a < kBatch; a++) {
-          if (batch.row[a] < 0) continue;
+          if (uint32_t(batch.row[a]) >= num_rows) continue;  // -1, or a row that a stale plan has past the last one
           typename Elements::Floats values, drow;
           Elements::unpack(batch.piece[a], values);
           float dot = 0.0f;
@@ -136,7 +132,7 @@ struct Forward {
   const void* weights;
   const int32_t* slot_row;
   void* y;
-  int64_t tokens, k, num_rows, dim;
+  int64_t tokens, k, dim;
 };
 
 struct Backward {
@@ -157,8 +153,7 @@ cudaError_t launch_combine(const Forward& c, cudaStream_t stream) {
   const RowGrid over(c.tokens, vectors);
   return launch(combine_kernel<T, Vector>, over.grid, over.block, 0, stream, static_cast<const Vector*>(c.rows),
                 c.rows_stride / kElements, static_cast<const float*>(c.weights), c.slot_row,
-                static_cast<Vector*>(c.y), c.tokens, static_cast<int>(c.k), static_cast<uint32_t>(c.num_rows),
-                static_cast<int>(vectors));
+                static_cast<Vector*>(c.y), c.tokens, static_cast<int>(c.k), static_cast<int>(vectors));
 }
 
 template <class T, class Vector>
@@ -199,7 +194,7 @@ cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const 
   call.weights = weights;
   call.slot_row = slot_row;
   call.y = y;
-  call.tokens = tokens, call.k = k, call.num_rows = num_rows, call.dim = dim;
+  call.tokens = tokens, call.k = k, call.dim = dim;
   return launch_combine(dtype, vectorized, call, stream);
 }
 

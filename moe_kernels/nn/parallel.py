@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -60,8 +61,8 @@ class ExpertParallel(ParallelStyle):
             C >= 1: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host
             waits for no GPU, as CUDA graphs and torch.compile(fullgraph=True) need; padding is sent but not multiplied.
             The plan must keep at most C rows for an expert: TokenChoice(factor) keeps at most
-            expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E), for a rank's T tokens. `norms`
-            then needs the same T on every rank.
+            expert_capacity(T, K, E, factor), ExpertChoice(factor) round(T factor / E), for a rank's T tokens. All
+            ranks need the same C, so compute it from the largest T; `norms` also needs the same T on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
     fully_shard(model) over all ranks. fully_shard's hooks run in forward: direct calls of `rows` or `norms` of the
@@ -71,9 +72,12 @@ class ExpertParallel(ParallelStyle):
     Raises:
         TypeError: the module is not an Experts, or capacity is no int.
         ValueError: the mesh has several dimensions, its ranks do not divide the experts, the parameters are DTensors
-            already, or capacity < 1. In forward: the plan has another number of experts; x or the plan is on another
-            device than the mesh or holds DTensors; the plan keeps more than `capacity` rows for an expert (on a GPU
-            and in torch.compile an assert, for which the host does not wait).
+            already, capacity < 1, or ranks have different capacities. In forward: the plan has another number of
+            experts; x or the plan is on another device than the mesh or holds DTensors.
+            With a capacity also, on all ranks: the plan of one of them keeps more than `capacity` rows for an expert;
+            in `norms` (competition) ranks have different T. On a GPU these two are asserts, for which the host does not
+            wait. In torch.compile the first is an assert on that rank alone, and T is not checked: if it differs, a
+            rank aborts, or all wait until the timeout. Compile the layer on all ranks or on none.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -89,6 +93,7 @@ class ExpertParallel(ParallelStyle):
         if module.num_experts % device_mesh.size():
             count = device_mesh.size()
             raise ValueError(f"ExpertParallel: {count} ranks must divide the experts, got {module.num_experts}")
+        _check_capacities(device_mesh, self.capacity)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
                 raise ValueError(
@@ -100,12 +105,13 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exchange:
     """Sends rows to the owners of their experts and the outputs back; see the module's docstring."""
 
     mesh: DeviceMesh
     capacity: int | None = None
+    last_tokens: int = 0  # the T that all ranks had in the last call of `norms` with a capacity
 
     def __call__(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): the experts' outputs for the rows of this rank's plan, zeros past the rows in use."""
@@ -130,14 +136,31 @@ class Exchange:
         return F.pad(collectives.wait_tensor(out), (0, 0, 0, plan.num_rows - sum(send)))
 
     def _static(self, experts: Experts, x: Tensor, plan: RoutingPlan, capacity: int) -> Tensor:
-        counts = self._all_to_all(plan.kept)
+        counts = self._all_to_all(self._kept(plan, capacity))
         padded = plan.to_padded(dispatch(x, plan, backend=experts.backend), capacity)
         received = collectives.wait_tensor(self._all_to_all(padded.flatten(0, 1)))
-        counts = collectives.wait_tensor(counts)[:, None]
+        counts = collectives.wait_tensor(counts)
+        if _raises(x):
+            self._check_counts(counts, capacity)
         position = torch.arange(capacity, dtype=torch.int32, device=x.device)
-        expert = torch.where(position < counts, self._local(experts, counts)[:, None], -1)
+        expert = torch.where(position < counts[:, None], self._local(experts, counts)[:, None], -1)
         out = self._all_to_all(self._outputs(experts, received, expert.flatten()))
         return plan.from_padded(collectives.wait_tensor(out).unflatten(0, (experts.num_experts, capacity)))
+
+    def _kept(self, plan: RoutingPlan, capacity: int) -> Tensor:
+        """(E,): the rows of each expert. If one has too many, minus their number, so that all ranks get to know it."""
+        if not _raises(plan.kept):
+            torch._assert_async((plan.kept <= capacity).all(), _too_small(capacity))
+            return plan.kept
+        largest = plan.kept.max()
+        return plan.kept if largest <= capacity else (-largest).expand_as(plan.kept)
+
+    def _check_counts(self, counts: Tensor, capacity: int) -> None:
+        """counts (E,): what `_kept` of each rank returned for this rank's experts. Raises on all ranks or on none."""
+        least, place = counts.min(0)
+        if least < 0:
+            rank = int(place) // (len(counts) // self.mesh.size())
+            raise ValueError(f"{_too_small(capacity)}, {-int(least)} on rank {rank} of the mesh")
 
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
         """(T, E): the norms of all experts' outputs for x (T, D).
@@ -146,15 +169,48 @@ class Exchange:
         """
         (x,) = as_autocast(x)
         send = [x.shape[0]] * self.mesh.size()
-        receive = send if self.capacity else self._token_counts(x)
-        received = collectives.wait_tensor(self._all_to_all(x.repeat(len(send), 1), receive, send))
+        if self.capacity is None:
+            receive = self._token_counts(x)
+            received = collectives.wait_tensor(self._all_to_all(x.repeat(len(send), 1), receive, send))
+        else:
+            receive, received = send, self._tokens_of_all(x, self.capacity)
         norms = collectives.wait_tensor(self._all_to_all(experts.own_norms(received), send, receive))
         return norms.unflatten(0, (len(send), -1)).transpose(0, 1).flatten(1)
 
     @torch.compiler.disable(reason="ExpertParallel: the host waits for the number of tokens of every rank")
     def _token_counts(self, x: Tensor) -> list[int]:
-        tokens = torch.full((self.mesh.size(),), x.shape[0], dtype=torch.int32, device=x.device)
-        return collectives.wait_tensor(self._all_to_all(tokens)).tolist()
+        return collectives.wait_tensor(self._send_count(x)).tolist()
+
+    def _send_count(self, x: Tensor) -> Tensor:
+        """(n,): the number of tokens of every rank."""
+        return self._all_to_all(torch.full((self.mesh.size(),), x.shape[0], dtype=torch.int32, device=x.device))
+
+    def _tokens_of_all(self, x: Tensor, capacity: int) -> Tensor:
+        """(n T, D): the tokens of all ranks. Raises on all ranks, or on none, if they have different T.
+
+        No rank knows beforehand whether T has changed on another one, and in a collective with different sizes a rank
+        aborts. So all send as many rows as all had in the last call, while their T are in flight: the host waits once.
+        If T has changed on all ranks alike, they send again.
+        """
+        ranks, tokens = self.mesh.size(), x.shape[0]
+        if torch.compiler.is_compiling():
+            return collectives.wait_tensor(self._all_to_all(x.repeat(ranks, 1)))
+        counts = self._send_count(x)
+        message = f"ExpertParallel: with capacity={capacity}, norms need the same number of tokens on all ranks"
+        if not x.is_cpu:
+            torch._assert_async((collectives.wait_tensor(counts) == tokens).all(), message)
+            return collectives.wait_tensor(self._all_to_all(x.repeat(ranks, 1)))
+        rows = x if tokens == self.last_tokens else x.new_zeros(self.last_tokens, x.shape[1])
+        received = collectives.wait_tensor(self._all_to_all(rows.repeat(ranks, 1)))
+        found = collectives.wait_tensor(counts).tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{message}; got {found}, in the order of ranks. Give all ranks as many tokens, or set no capacity"
+            )
+        if tokens == self.last_tokens:
+            return received
+        self.last_tokens = tokens
+        return collectives.wait_tensor(self._all_to_all(x.repeat(ranks, 1)))
 
     def own(self, parameter: Tensor | None) -> Tensor | None:
         """The part of a parameter that this rank owns; its gradient is divided by n."""
@@ -191,18 +247,18 @@ class Exchange:
         if x.device.type != self.mesh.device_type or plan.kept.device != x.device:
             devices = f"x on {x.device} and a plan on {plan.kept.device}"
             raise ValueError(f"ExpertParallel: x and plan must be on one {self.mesh.device_type} device, got {devices}")
-        if self.capacity is None:
-            return
-        fits = (plan.kept <= self.capacity).all()
-        message = f"ExpertParallel: capacity={self.capacity} is too small for the largest number of rows per expert"
-        if x.is_cpu and not torch.compiler.is_compiling():
-            if not fits:
-                raise ValueError(f"{message}, {int(plan.kept.max())}")
-        else:
-            torch._assert_async(fits, message)
 
     def __deepcopy__(self, memo: Any) -> Exchange:
         return self  # process groups are not copied
+
+
+def _raises(x: Tensor) -> bool:
+    """Whether a check of values raises ValueError. Else it is an assert: a host that reads a GPU's values waits."""
+    return x.is_cpu and not torch.compiler.is_compiling()
+
+
+def _too_small(capacity: int) -> str:
+    return f"ExpertParallel: capacity={capacity} is too small for the largest number of rows per expert"
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -265,6 +321,19 @@ def _check_mesh(name: str, mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or mesh.shape
         raise ValueError(f"{name}: expected a mesh of one dimension, such as mesh['ep'], got {names}")
+
+
+def _check_capacities(mesh: DeviceMesh, capacity: int | None) -> None:
+    """Raises on all ranks, or on none, if their capacities differ, as those made from a rank's own T do."""
+    own = torch.tensor([capacity or 0], device=mesh.device_type)
+    if isinstance(own, FakeTensor):
+        return
+    found = [each or None for each in DTensor.from_local(own, mesh, [Shard(0)]).full_tensor().tolist()]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"ExpertParallel: capacity must be the same on all ranks, got {found}, in the order of ranks; compute it "
+            "from the largest number of tokens of a rank"
+        )
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:

@@ -69,6 +69,14 @@ def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(
     ranks.run("command", "missing", 2, port, text)
 
 
+def test_all_ranks_end_on_a_full_disk(ranks: Ranks, port: int, text: Path, tmp_path: Path) -> None:
+    ranks.run("command", "full_disk", 2, port, tmp_path / "run", text)
+
+
+def test_all_ranks_end_if_another_run_holds_the_folder(ranks: Ranks, port: int, text: Path, tmp_path: Path) -> None:
+    ranks.run("command", "locked", 2, port, tmp_path / "run", text)
+
+
 def test_a_run_that_cannot_start_explains_why(ranks: Ranks, port: int, text: Path) -> None:
     ranks.run("command", "refused", 2, port, text)
 

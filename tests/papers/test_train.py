@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.papers import data, recipes, train
 from moe_kernels.papers.models import comet_mlp, dense_twin
 from moe_kernels.papers.recipes import Splits, comet
-from moe_kernels.papers.train import agreement, checkpoint, plotting, report
-from moe_kernels.papers.train.comparison import Comparison
+from moe_kernels.papers.train import agreement, plotting, report
 from moe_kernels.papers.train.loop import Random, Run
 from tests.helpers.planted import interrupt, plant
 from tests.helpers.small_sets import blobs
@@ -244,73 +242,6 @@ def test_a_run_on_the_cpu_leaves_the_generators_of_gpus(monkeypatch):
     assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
-def test_a_checkpoint_is_whole_or_absent(monkeypatch, tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    checkpoint.save(path, {"x": torch.ones(3)})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("the disk is full")))
-        with pytest.raises(OSError, match=r"disk is full.*checkpoint\.pt'"):
-            checkpoint.save(path, {"x": torch.zeros(3)})
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    assert checkpoint.load(path, ("x",))["x"].tolist() == [1, 1, 1]
-
-
-class Exploit:
-    def __reduce__(self):
-        return os.getpid, ()
-
-
-def test_damaged_hostile_or_mismatched_checkpoints_are_errors(arguments, capsys, tmp_path):
-    words = ["--check-steps", "0", "--epochs", "1", "--out", str(tmp_path)]
-    assert train.run(arguments(*words, "--resume")) == 2
-    assert "there is no checkpoint" in capsys.readouterr().err
-    assert train.run(arguments(*words)) == 0
-    assert train.run(arguments(*words, "--lr", "0.5", "--resume")) == 2
-    assert "belongs to a run with lr 0.01, not 0.5" in capsys.readouterr().err
-    path = tmp_path / "checkpoint.pt"
-    whole = path.read_bytes()
-    torch.save(
-        {"version": checkpoint.VERSION, "settings": Exploit(), "done": {}, "live": {}}, hostile := tmp_path / "h"
-    )
-    for content in (whole[: len(whole) // 2], b"", b"nonsense", hostile.read_bytes()):
-        path.write_bytes(content)
-        assert train.run(arguments(*words, "--resume")) == 2
-        assert "is no whole checkpoint of tensors and plain containers" in capsys.readouterr().err
-    for some in ({}, {"settings": {}, "done": {}}):
-        torch.save({"version": checkpoint.VERSION} | some, path)
-        assert train.run(arguments(*words, "--resume")) == 2
-        assert "is no checkpoint of this program" in capsys.readouterr().err
-    path.write_bytes(whole)
-    state = torch.load(path, weights_only=True)
-    for changed in ({"settings": 3}, {"done": [1]}, {"done": {"standard, seed 0": {"shape": 1}}}, {"live": 5}):
-        torch.save(state | changed, path)
-        assert train.run(arguments(*words, "--resume")) == 2
-        assert f"{path} does not fit, its " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "changed", [{"step": 99}, {"step": "one"}, {"model": {}}, {"random": {"cpu": torch.zeros(3)}}, {"rows": 3}], ids=str
-)
-def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, monkeypatch, changed):
-    words = ["--check-steps", "0", "--epochs", "2", "--out", str(tmp_path)]
-    save = Comparison._save
-
-    def stop(comparison):
-        save(comparison)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Comparison, "_save", stop)
-        assert train.run(arguments(*words)) == 130
-    path = tmp_path / "checkpoint.pt"
-    state = torch.load(path, weights_only=True)
-    (key,) = [key for key in state["live"] if key.startswith("standard")]
-    state["live"][key] |= changed
-    torch.save(state, path)
-    assert train.run(arguments(*words, "--resume")) == 2
-    assert f"{path} does not fit, {key}: " in capsys.readouterr().err
-
-
 def test_tuning_does_not_use_the_test_set(arguments, monkeypatch, tmp_path):
     """The test labels are wrong, so the learning rate 1e-9, which learns nothing, has the better test accuracy."""
     points = blobs(400)
@@ -382,14 +313,6 @@ def test_an_unwritable_result_folder_is_an_error_before_training(arguments, tmp_
     assert printed.out == ""
     assert printed.err.startswith("train: ")
     assert str(tmp_path) in printed.err
-
-
-def test_the_check_of_the_result_folder_changes_no_file(tmp_path):
-    (tmp_path / "run.json").write_text("old")
-    checkpoint.try_place(tmp_path / "run.json")
-    checkpoint.try_place(tmp_path / "new" / "run.json")
-    assert [(file.name, file.is_dir()) for file in sorted(tmp_path.iterdir())] == [("new", True), ("run.json", False)]
-    assert (tmp_path / "run.json").read_text() == "old"
 
 
 @pytest.mark.parametrize(

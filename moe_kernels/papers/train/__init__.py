@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,8 @@ from moe_kernels.papers.data import load
 from moe_kernels.papers.recipes import Recipe
 from moe_kernels.papers.train import checkpoint
 from moe_kernels.papers.train.agreement import Agreement, check_agreement, print_agreement
-from moe_kernels.papers.train.comparison import Comparison
+from moe_kernels.papers.train.comparison import Comparison, call
+from moe_kernels.papers.train.lock import hold
 from moe_kernels.papers.train.loop import Run
 from moe_kernels.papers.train.report import legend, picture, summarise, tables, write_json
 from moe_kernels.papers.train.sweeps import pivot, sweep_picture
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     0: success; 1: backend and reference disagree; 2: the run cannot start, or a file cannot be read or written; 3: a
     rank failed or did not answer in time; 130: interrupted in training.
     """
-    threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
+    threads, flushed = torch.get_num_threads(), _flushes_denormals()
     comparison = None
     with ExitStack() as stack:
         try:
@@ -138,14 +138,15 @@ def run(args: argparse.Namespace) -> int:
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
             # Entries of local search's soft permutation fall to 1e-40; CPUs are slow at such denormal numbers.
             torch.set_flush_denormal(True)
-            splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
-            comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
+            splits = recipe.splits(data.to(device))
+            make, on_first = (Run, call) if ranks is None else (ranks.run, ranks.on_first)
+            if args.out:
+                on_first(lambda: _enter_folder(args.out, stack))
+            comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make, on_first)
             if args.resume:
                 comparison.resume()
             if ranks is not None:
                 ranks.wait()
-                if ranks.rank and args.out:  # only rank 0's files are kept
-                    comparison.out = args.out = Path(stack.enter_context(TemporaryDirectory()))
             return _run(args, comparison, backend, ranks)
         except (ValueError, ImportError, OSError, backends.BackendError) as error:
             print(f"train: {_rank(args)}{error}", file=sys.stderr)
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.expert_parallel:
                 raise
             traceback.print_exc()
-            saved = out if comparison and comparison.saved else None
+            saved = args.out if comparison and comparison.saved else None
             print(f"train: {_rank(args)}{_rank_failure(saved, error)}", file=sys.stderr)
             return 3
         finally:
@@ -176,6 +177,12 @@ def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> 
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
         args.json = None
     return ranks
+
+
+def _enter_folder(folder: Path, stack: ExitStack) -> None:
+    """Locks the folder until the end of `stack`, and removes what a killed run left there."""
+    stack.enter_context(hold(folder))
+    checkpoint.remove_temporary(folder)
 
 
 def _rank(args: argparse.Namespace) -> str:
@@ -245,15 +252,19 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         "runs": [dataclasses.asdict(each) for each in histories],
         "status": status,
     }
-    if args.out:
-        write_json(args.out / "result.json", result)
-        title = f"{args.recipe} on {data.source.name}"
-        drawn = picture(args.out / "plot.png", histories, recipe.METRIC, title)
-        sweep_picture(args.out / "sweep.png", recipe, summaries, title)
-        missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
-        print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
-    if args.json:  # last, so that the folder is complete even if this cannot be written
-        write_json(args.json, result)
+    title = f"{args.recipe} on {data.source.name}"
+
+    def write() -> None:
+        if args.out:
+            write_json(args.out / "result.json", result)
+            drawn = picture(args.out / "plot.png", histories, recipe.METRIC, title)
+            sweep_picture(args.out / "sweep.png", recipe, summaries, title)
+            missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
+            print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
+        if args.json:  # last, so that the folder is complete even if this cannot be written
+            write_json(args.json, result)
+
+    comparison.on_first(write)
     return status
 
 

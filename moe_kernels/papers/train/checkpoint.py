@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,8 +27,8 @@ def try_place(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    part = path.with_name(f"{path.name}.part")
-    part.touch()
+    file, part = _temporary(path)
+    os.close(file)
     part.unlink()
 
 
@@ -51,11 +51,12 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
         ValueError: as `read`; or another version, or a missing key.
     """
     state = read(path)
-    if state.get("version") != VERSION or any(key not in state for key in keys):
+    version = state.get("version")
+    if not isinstance(version, int) or version != VERSION or any(key not in state for key in keys):
         missing = "".join(f", no {key}" for key in keys if key not in state)
         raise ValueError(
             f"{path} is no checkpoint of this program: expected version {VERSION} with {', '.join(keys)}; "
-            f"got version {state.get('version')}{missing}"
+            f"got version {version}{missing}"
         )
     return state
 
@@ -69,25 +70,68 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
+        _check_zip(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(state, dict):
             return state
         raise ValueError(f"expected a dict, got {type(state).__name__}")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        first = str(error).strip().partition("\n")[0]
+    except Exception as error:  # a damaged file makes torch.load raise errors of any kind
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
+
+
+def _check_zip(path: Path) -> None:
+    """Raises an error if the file is damaged in a way that torch.load does not notice."""
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()  # compares checksums
+        folders = [each.filename for each in file.infolist() if each.external_attr & 0x10]  # torch would not read these
+    if damaged is not None or folders:
+        raise ValueError(f"{damaged or folders[0]} is damaged")
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes what a killed run left of a checkpoint or model in `folder`. No other run may be writing there."""
+    for name in ("checkpoint.pt", "model-*"):
+        for part in folder.glob(f"{name}.????????.part"):
+            part.unlink(missing_ok=True)
 
 
 @contextmanager
 def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write. At the end of the block it replaces `path`; an OSError in the block names `path`."""
-    part = path.with_name(f"{path.name}.part")
+    """A file to write. At the end of the block it replaces `path`. After an error it is gone; an OSError names `path`.
+
+    A full disk is an OSError too where torch.save hides that error behind a RuntimeError.
+    """
+    part = None
     try:
-        with part.open("wb") as file:
+        number, part = _temporary(path)
+        with open(number, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    except BaseException as error:
+        if part is not None:
+            with suppress(OSError):
+                part.unlink()
+        cause = _os_error(error)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
+
+
+def _temporary(path: Path) -> tuple[int, Path]:
+    """A new file beside `path`, open for writing, with the permissions that open() gives to a new file."""
+    number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+    mask = os.umask(0o077)  # a mask can be read only by setting another
+    os.umask(mask)
+    with suppress(PermissionError):  # of a file system with the same permissions for all files
+        os.fchmod(number, 0o666 & ~mask)
+    return number, Path(name)
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The error itself if it is an OSError, or the one in whose handling this RuntimeError was raised."""
+    while isinstance(error, RuntimeError):
+        error = error.__context__
+    return error if isinstance(error, OSError) else None

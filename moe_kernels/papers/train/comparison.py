@@ -13,14 +13,25 @@ import torch
 
 from moe_kernels.papers.recipes import Recipe, Splits
 from moe_kernels.papers.train import checkpoint
+from moe_kernels.papers.train.contents import check_like, check_rows
 from moe_kernels.papers.train.heatmaps import draw, token_maps
 from moe_kernels.papers.train.loop import LOSSES, Row, Run
 from moe_kernels.papers.train.report import History, log
-from moe_kernels.papers.train.trained import save_model
+from moe_kernels.papers.train.trained import chosen_state, save_model
+
+# For each field of a finished run in a checkpoint, except its rows, a value of the same type.
+HISTORY = {"side": "", "seed": 0, "lr": 0.0, "stage": "", "unit": "", "chosen": 0}
+HISTORY |= {"flops": 0.0, "flops_known": 0.0, "setup_seconds": 0.0, "parameters": 0}
+
+
+def call(action: Callable[[], object]) -> None:
+    action()
 
 
 class Comparison:
     """The runs of all sides, with the same seeds, batches and learning rates to choose from.
+
+    on_first: calls a function that writes files; on several ranks, only on the first.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
     rate with the best last evaluation on the remaining tenth. Tuning does not use the test set.
@@ -34,6 +45,7 @@ class Comparison:
         every: int,
         out: Path | None,
         make: Callable[[Recipe, int, Splits], Run] = Run,
+        on_first: Callable[[Callable[[], object]], None] = call,
     ) -> None:
         if not 0 <= recipe.seed < 2**31 - seeds:  # seed and epoch together seed the order of batches, in 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
@@ -45,10 +57,10 @@ class Comparison:
         self.done: dict[str, History] = {}
         self.live: dict[str, Run] = {}
         self.restored: dict[str, dict[str, Any]] = {}
-        self.out, self.make = out, make
+        self.out, self.make, self.on_first = out, make, on_first
         self.saved = False  # whether `checkpoint` is of this comparison; the folder may hold one of another
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            on_first(lambda: out.mkdir(parents=True, exist_ok=True))
 
     @property
     def checkpoint(self) -> Path | None:
@@ -107,21 +119,35 @@ class Comparison:
         expected = self._settings()
         with self._naming_checkpoint("its settings"):
             found = dict(state["settings"])
-        differing = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
+            differing = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if differing:
             listed = ", ".join(f"{k} {found.get(k)!r}, not {expected.get(k)!r}" for k in differing)
             raise ValueError(f"{self.checkpoint} belongs to a run with {listed}")
         with self._naming_checkpoint("its runs"):
-            self.done = {key: History(**each) for key, each in state["done"].items()}
+            check_like("done and live", [{}, {}], [state["done"], state["live"]])
+            self.done = {key: self._history(key, each) for key, each in state["done"].items()}
             self.restored = dict(state["live"])
         self.saved = True
+
+    def _history(self, key: str, fields: dict[str, Any]) -> History:
+        """The finished run `key` of a checkpoint; ValueError if its fields are none of a run of this comparison."""
+        check_like(key, HISTORY, fields)
+        found = History(**fields)
+        found.terms = found.terms or [{} for _ in found.rows]
+        check_rows(found.rows, found.terms, ("step", "epoch", "loss", "seconds", f"test {self.recipe.METRIC}"))
+        names = {"final": f"{found.side}, seed {found.seed}", "tune": f"{found.side} at {found.lr:g}"}
+        if found.side not in self.variants or names.get(found.stage) != key:
+            raise ValueError(f"{key} has side {found.side}, seed {found.seed}, lr {found.lr:g}, stage {found.stage}")
+        if not -len(found.rows) <= found.chosen < len(found.rows):
+            raise ValueError(f"{key} has no row {found.chosen}")
+        return found
 
     @contextmanager
     def _naming_checkpoint(self, part: str) -> Iterator[None]:
         """Turns errors from wrong contents of a checkpoint into a ValueError that names the file and the part."""
         try:
             yield
-        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+        except Exception as error:  # wrong contents raise errors of any kind
             first = str(error).strip().partition("\n")[0]
             raise ValueError(f"{self.checkpoint} does not fit, {part}: {type(error).__name__}: {first}") from error
 
@@ -154,14 +180,17 @@ class Comparison:
             if key in self.live:
                 run = self.live[key]
                 if self.out is not None and stage == "final":
-                    name = f"{side}-{run.seed}".replace(" ", "-")
-                    save_model(self.out, name, run)
-                    if run.task.grid is not None:
-                        title = f"tokens of {key}"
-                        draw(self.out / f"tokens-{name}.png", token_maps(run), run.data.source.classes, title)
+                    self._write_model(self.out, side, key, run)
                 self.done[key] = _history(side, recipe, stage, run)
         self.live = {}
         self._save()
+
+    def _write_model(self, out: Path, side: str, key: str, run: Run) -> None:
+        name, state = f"{side}-{run.seed}".replace(" ", "-"), chosen_state(run)
+        self.on_first(lambda: save_model(out, name, run, state))
+        if run.task.grid is not None:
+            maps, path = token_maps(run), out / f"tokens-{name}.png"
+            self.on_first(lambda: draw(path, maps, run.data.source.classes, f"tokens of {key}"))
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
         """Steps after which to evaluate: every `every` steps (0: every epoch), and the last step of each run."""
@@ -193,18 +222,19 @@ class Comparison:
     def _save(self) -> None:
         if self.out is None or self.checkpoint is None:
             return
+        out, path = self.out, self.checkpoint
         state = {
             "settings": self._settings(),
             "done": {key: dataclasses.asdict(each) for key, each in self.done.items()},
             "live": {key: run.state() for key, run in self.live.items()},
         }
-        checkpoint.save(self.checkpoint, state)
+        self.on_first(lambda: checkpoint.save(path, state))
         self.saved = True
         open_runs = [
             History(key, run.seed, run.recipe.lr, "running", run.rows, terms=run.terms)
             for key, run in self.live.items()
         ]
-        checkpoint.write(self.out / "log.csv", log([*self.done.values(), *open_runs]))
+        self.on_first(lambda: checkpoint.write(out / "log.csv", log([*self.done.values(), *open_runs])))
 
 
 def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:

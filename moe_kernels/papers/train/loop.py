@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from moe_kernels.nn.gates import CompetitionGate
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.papers.recipes import Batch, Recipe, Routing, Splits, Task
+from moe_kernels.papers.train.contents import check_like, check_optimiser, check_options, check_rows
 
 Row = dict[str, float]  # one evaluation: step, epoch, losses, measures, routing, seconds of a step
 LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part without regularisers
@@ -288,10 +289,20 @@ class Run:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        check_like("step", 0, state["step"])
         if not 0 <= state["step"] <= self.steps:
             raise ValueError(f"step must be from 0 to {self.steps}, got {state['step']}")
+        measured = [f"{part} {self.recipe.METRIC}" for part in ("test", "valid")[: 1 + self.validates]]
+        check_rows(state["rows"], state["terms"], ("step", "epoch", "loss", "seconds", *measured))
+        for name in ("model", "best") if state["best"] is not None else ("model",):
+            check_like(name, self.task.model.state_dict(), state[name])
+        if state["unit"] not in ("experts", "neurons"):
+            raise ValueError(f"unit must be experts or neurons, got {state['unit']}")
+        check_optimiser(self.task.optimiser, state["optimiser"])
+        options = [dict(group) for group in self.task.optimiser.param_groups]
         self.task.model.load_state_dict(state["model"])
         self.task.optimiser.load_state_dict(state["optimiser"])
+        check_options(options, self.task.optimiser.param_groups)
         self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
         self.best, self.unit = state["best"], state["unit"]
         self.terms = [dict(row) for row in state["terms"]]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from moe_kernels.papers.train.checkpoint import write
 
 
 def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, columns: int = 1, **options: Any) -> bool:
@@ -28,7 +31,6 @@ def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, colu
 
 
 def save(canvas: Any, path: Path) -> None:
-    """Writes the canvas to another file and then renames it, so that an interruption leaves the old file at `path`."""
-    part = path.with_name(f"part-{path.name}")
-    canvas.savefig(part, dpi=120)
-    part.replace(path)
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, dpi=120, format=path.suffix[1:])
+    write(path, buffer.getvalue())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,24 @@ class Ranks:
 
     def wait(self) -> None:
         dist.barrier()
+
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Calls `action` on rank 0. If it raises, every rank raises, so that none waits for a rank that has ended."""
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                failure = error
+        found = [failure and (isinstance(failure, OSError | ValueError), str(failure))]
+        try:
+            dist.broadcast_object_list(found, 0)
+        finally:
+            if failure is not None:
+                raise failure
+        if found[0]:
+            expected, text = found[0]
+            raise (OSError if expected else RuntimeError)(f"rank 0 failed: {text}")
 
     def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:
         return ParallelRun(recipe, seed, data, ranks=self)

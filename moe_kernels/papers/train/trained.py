@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,16 @@ class Trained:
         return self.task.predict(*inputs)
 
 
-def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model at evaluation `run.chosen` to model-NAME.pt and model-NAME.json; returns the path of the .pt."""
+def chosen_state(run: Run) -> Mapping[str, Any]:
+    """The state dict of the model at evaluation `run.chosen`."""
     best = run.best if run.validates and run.recipe.choose == "best" else None
+    return best or run.model_state()
+
+
+def save_model(folder: Path, name: str, run: Run, state: Mapping[str, Any]) -> None:
+    """Writes the model with this state dict to model-NAME.pt and model-NAME.json."""
     path = folder / f"model-{name}.pt"
-    checkpoint.save_tensors(path, best or run.model_state())
+    checkpoint.save_tensors(path, state)
     description = {
         "recipe": type(run.recipe).__module__.rpartition(".")[2],
         "options": dataclasses.asdict(run.recipe),
@@ -66,7 +72,6 @@ def save_model(folder: Path, name: str, run: Run) -> Path:
         "data": datasets.describe(run.data.source),
     }
     checkpoint.write(path.with_suffix(".json"), json.dumps(description, indent=1) + "\n")
-    return path
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
@@ -91,7 +96,9 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
             if task.before_step is not None and saved["step"] > 0:
                 task.before_step(saved["step"] - 1)  # sets what depends on the step, such as a gate's k
         task.model.load_state_dict(state)
-    except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # damaged files raise errors of any kind
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} and {json_path.name} are no model of this program: {first}") from error
     task.model.eval()

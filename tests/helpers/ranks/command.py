@@ -16,7 +16,7 @@ import torch
 from moe_kernels.__main__ import main
 from moe_kernels.papers import train
 from moe_kernels.papers.data import load
-from moe_kernels.papers.train import ranks
+from moe_kernels.papers.train import checkpoint, lock, ranks
 from tests.helpers.small_sets import images, ratings
 
 OWN_PROCESS_GROUP = True
@@ -117,6 +117,47 @@ def hangs(port: str, data: str, ended: str) -> None:
         assert "did not answer in time" in errors
         assert time.monotonic() - started < 60
         Path(ended).touch()
+
+
+def full_disk(port: str, out: str, data: str) -> None:
+    """Rank 0's disk fills up with its second checkpoint: both ranks end with status 2, and the first one remains."""
+    rank, make, made = os.environ["RANK"], checkpoint._temporary, []
+
+    def temporary(path: Path) -> tuple[int, Path]:
+        number, part = make(path)
+        made.append(path.name)
+        if made.count("checkpoint.pt") < 2:
+            return number, part
+        os.close(number)
+        return os.open("/dev/full", os.O_WRONLY), part
+
+    checkpoint._temporary = temporary
+    started = time.monotonic()
+    words = ["--data", data, "--out", out, "--expert-parallel", 2, "--check-steps", 0, "--rank-timeout", 60, *PLAIN]
+    status, _, errors = _command(port, "competesmoe", *words)
+    assert status == 2, errors
+    assert time.monotonic() - started < 50
+    failed = "" if rank == "0" else "rank 0 failed: "
+    assert errors.endswith(f"train: rank {rank}: {failed}[Errno 28] No space left on device: '{out}/checkpoint.pt'\n")
+    assert made == (["checkpoint.pt", "log.csv", "checkpoint.pt"] if rank == "0" else [])
+    if rank == "0":
+        assert sorted(each.name for each in Path(out).iterdir()) == ["checkpoint.pt", "log.csv"]
+        (live,) = torch.load(f"{out}/checkpoint.pt", weights_only=True)["live"].values()
+        assert live["step"] == 2
+
+
+def locked(port: str, out: str, data: str) -> None:
+    """Another run holds the lock of the folder: both ranks end with status 2, and nothing is written."""
+    rank = os.environ["RANK"]
+    words = ["--data", data, "--out", out, "--expert-parallel", 2, "--rank-timeout", 60, *PLAIN]
+    with lock.hold(Path(out)) if rank == "0" else contextlib.nullcontext():
+        status, printed, errors = _command(port, "competesmoe", *words)
+        assert status == 2, errors
+        assert printed == ""
+        failed = "" if rank == "0" else "rank 0 failed: "
+        assert f"train: rank {rank}: {failed}another run is writing to {out}: process " in errors
+        if rank == "0":
+            assert [each.name for each in Path(out).iterdir()] == ["train.lock"]
 
 
 def missing(port: str, data: str) -> None:

@@ -248,6 +248,15 @@ def compiled_around_the_exchange() -> None:
     assert "the host waits for the split sizes" in reason
 
 
+def compiled_norms() -> None:
+    """With a static capacity the norms of all experts are one graph: there the numbers of tokens are not compared."""
+    mlps, x = experts(activation="relu"), tokens()
+    expected = mlps.norms(x)
+    parallelize_module(mlps, mesh_of_all()["ep"], ExpertParallel(T))
+    found = torch.compile(lambda x: mlps.norms(x), backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def _compiled(capacity: int | None, backend: str) -> None:
     x, layer = tokens(), mlp()(None)
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})

@@ -66,9 +66,49 @@ def static_splits() -> None:
     enough = int(layer.policy(layer.gate(tokens()), True)[0].kept.max())
     few = copy.deepcopy(layer)
     parallelize_module(few, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough - 1)})
-    raises(ValueError, rf"ExpertParallel: capacity={enough - 1} is too small.*, {enough}$", lambda: few(tokens()))
+    message = rf"ExpertParallel: capacity={enough - 1} is too small.*, {enough} on rank 0 of the mesh"
+    raises(ValueError, message, lambda: few(tokens()))
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough)})
     assert layer(tokens()).y.isfinite().all()
+
+
+def one_rank_with_too_many_rows() -> None:
+    """The other ranks, which own none of these rows' experts, raise too, and then all of them can go on."""
+    experts, ranks = mnn.ExpertMLP(E, D, H), dist.get_world_size()
+    parallelize_module(experts, mesh_of_all()["ep"], ExpertParallel(capacity=3))
+    for rank in range(ranks):
+        rows = 5 if dist.get_rank() == rank else 2
+        x, plan = tokens(rows), make_plan(torch.zeros(rows, 1, dtype=torch.int64), E)
+        raises(
+            ValueError, f"capacity=3 is too small.*, 5 on rank {rank} of", lambda x=x, plan=plan: experts(x, plan, None)
+        )
+    x = tokens(dist.get_rank())  # without norms, ranks may have different numbers of tokens
+    assert experts(x, make_plan(torch.arange(len(x))[:, None], E), None).shape == x.shape
+
+
+def capacities_of_their_own() -> None:
+    """Also if only one rank has a capacity. The experts remain as they were."""
+    experts, mesh = mnn.ExpertMLP(E, D, H), mesh_of_all()["ep"]
+    for capacities in ([6, 7, 8, 9], [None, 9, None, None]):
+        style = ExpertParallel(capacities[dist.get_rank()])
+        message = rf"ExpertParallel: capacity must be the same on all ranks, got \[{str(capacities)[1:-1]}\]"
+        raises(ValueError, message, lambda style=style: parallelize_module(experts, mesh, style))
+    assert not any(isinstance(each, DTensor) for each in experts.parameters())
+
+
+def norms_of_uneven_batches_with_a_capacity() -> None:
+    """A competition is refused on all ranks, and all of them can go on with equal batches."""
+    experts, ranks = mnn.ExpertMLP(E, D, H, activation="relu"), dist.get_world_size()
+    gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=1.0)
+    layer, expected = mnn.MoE(gate, experts), experts.norms(tokens())
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=T)})
+    for counts in (list(range(ranks)), [T] * (ranks - 1) + [0]):
+        x, listed = tokens(counts[dist.get_rank()]), str(counts)[1:-1]
+        message = rf"ExpertParallel: with capacity={T}, norms need the same number of tokens .*got \[{listed}\]"
+        for call in (layer, layer.experts.norms):
+            raises(ValueError, message, lambda call=call, x=x: call(x))
+        for count in (T, 5, 0, 0, 5):  # the number may change if it changes on all ranks
+            torch.testing.assert_close(experts.norms(tokens()[:count]), expected[:count], rtol=1e-5, atol=1e-6)
 
 
 def unsharded_methods() -> None:

@@ -1,0 +1,39 @@
+"""`--size` of bench run, profile and predict."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from bench import counting, measure, predict
+from bench.console import sizes
+from moe_kernels.verify import Row
+
+
+def test_sizes_are_numbers_by_name():
+    assert sizes("T=4096,p=0.1") == {"T": 4096, "p": 0.1}
+    assert sizes(None) == {}
+    for wrong in ("T", "T=", "=4", "T=many", "T=-1", "T=0"):
+        with pytest.raises(typer.BadParameter, match="--size must be NAME=NUMBER"):
+            sizes(wrong)
+
+
+def test_operations_are_measured_at_the_given_sizes():
+    rows = [Row(op, "cpu", "float32", "cpu", 1, 0.0, 0.0, "ok", "") for op in ("kwta", "sinkhorn", "dispatch")]
+    jobs, _ = measure.plan(rows, measure.Request(dtypes=("float32",), size={"R": 64, "N": 1000}, curves=False))
+    assert {(job.op, job.shape.get("N")) for job in jobs} == {("kwta", 1000), ("sinkhorn", None)}  # R: iterations
+    assert all(job.shape["R"] == 64 for job in jobs)
+
+
+@pytest.mark.parametrize("op", ["kwta", "expert_mlp", "tree_gate"])
+def test_a_prediction_scales_with_its_sizes(op):
+    made = next(each for each in predict.predict(predict.GPUS["A100"]) if each.count["operation"] == op)
+    first = made.count["shape"].split("=")[0]
+    value = int(made.count["shape"].split()[0].split("=")[1])
+    (same,) = predict.resized(made, {first: value}, predict.GPUS["A100"])
+    assert same.us == pytest.approx(made.us)
+    (twice,) = predict.resized(made, {first: 2 * value}, predict.GPUS["A100"])
+    assert made.us < twice.us <= 2.001 * made.us  # weights are read once
+    assert twice.count["shape"].startswith(f"{first}={2 * value}")
+    assert predict.resized(made, {"nothing": 1}, predict.GPUS["A100"]) == []
+    assert counting.read()  # the counts themselves have not changed
