@@ -18,7 +18,7 @@ import torch
 from moe_kernels.papers.data import CIFAR10_BATCHES, CIFAR10_CLASSES, images, load
 from tests.helpers.mnist import write_mnist
 
-SHARED = Path(os.environ.get("MOE_KERNELS_DATA", Path(__file__).parents[3] / "shared" / "data"))
+SHARED = Path(os.environ.get("MOE_KERNELS_DATA", Path(__file__).parents[2] / "data"))
 
 
 def shared(name: str) -> Path:

@@ -188,10 +188,10 @@ def test_a_summary_by_hand():
     assert a.routing == {"experts": 12, "least load": 0.1, "most load": 0.5, "dead experts": 210}
     assert (a.side, a.lr, a.flops, a.parameters) == ("a", 0.1, 2e6, 5)
     assert b.metric[0] == 0.5
-    learned, costs = (each.splitlines() for each in report.tables([a, b], "accuracy").split("\n\n"))
+    learned, costs = (each.splitlines() for each in report.tables([a, b], "accuracy", 16).split("\n\n"))
     cells = [[cell for cell in line.split("  ") if cell.strip()] for line in (*learned, *costs)]
     texts = [" ".join(" ".join(line).split()) for line in cells]
-    assert "a 0.1 3.0000 ± 1.4142 4.0000 ± 1.4142 27.0000 ± 12.7279 4.00" in texts
+    assert "a 0.1 3.0000 ± 1.4142 4.0000 ± 1.4142 27.0000 ± 12.7279 4.00 4000 24" in texts
     assert "a 12 0.1 0.5 210 - 5 2.000" in texts
     assert "Added to the task's loss of a: l1 300." in report.legend([a, b])
 

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import math
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,7 +232,8 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         return 130
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)
-    print(f"\n{tables(summaries, recipe.METRIC)}")
+    print(f"\n{tables(summaries, recipe.METRIC, recipe.batch_size)}")
+    print(_peak_memory(comparison.data.train[0].device))
     print(legend(summaries))
     swept = pivot(recipe, summaries)
     if swept:
@@ -266,6 +268,12 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
 
     comparison.on_first(write)
     return status
+
+
+def _peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"\npeak memory: {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB of tensors on the GPU"
+    return f"\npeak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB of the process"
 
 
 def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[str, Agreement]:

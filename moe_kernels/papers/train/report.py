@@ -99,8 +99,11 @@ def task_loss(row: Row) -> float:
     return row.get("task", row.get("text", row["loss"]))
 
 
-def tables(summaries: Sequence[Summary], metric: str) -> str:
-    """Two tables with a row for each side: metric, training loss and time; routing, parameters and FLOPs."""
+def tables(summaries: Sequence[Summary], metric: str, batch_size: int) -> str:
+    """Two tables with a row for each side: metric, training loss and time; routing, parameters and FLOPs.
+
+    batch_size: samples of a step. Training counts as three times the FLOPs of a prediction.
+    """
     units = {each.unit for each in summaries if each.routing}
     # Sides that count the same unit have it in the header. Otherwise ("") it stands after each number.
     unit = units.pop() if len(units) == 1 else ""
@@ -108,7 +111,9 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
     learned, costs = [], []
     for each in summaries:
         numbers = (with_spread(pair) for pair in (each.metric, each.curve, each.loss))
-        learned.append((each.side, f"{each.lr:g}", *numbers, f"{each.seconds * 1e3:.2f}"))
+        rate = batch_size / each.seconds
+        speeds = f"{each.seconds * 1e3:.2f}", f"{rate:.0f}", f"{3e-9 * rate * each.flops:.3g}"
+        learned.append((each.side, f"{each.lr:g}", *numbers, *speeds))
         routing = (
             _short(each.routing.get(name, math.nan))
             + f" {each.unit}" * (not unit and name in each.routing and name.endswith(each.unit))
@@ -117,7 +122,7 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
         flops = (f"{count / 1e6:.3f}" for count in (each.flops, *[each.flops_known] * stored))
         costs.append((each.side, *routing, each.parameters, *flops))
     routed = routing_columns(unit) if unit else ("used", "least load", "most load", "dead", "entropy")
-    header = ("side", "lr", metric, "its mean over the run", "task's training loss", "ms/step")
+    header = ("side", "lr", metric, "its mean over the run", "task's training loss", "ms/step", "samples/s", "GFLOP/s")
     below = ("side", *routed, "parameters", "MFLOPs/sample", *["with kept masks"] * stored)
     return f"{info.table(header, learned)}\n\n{info.table(below, costs)}"
 
@@ -127,7 +132,8 @@ def legend(summaries: Sequence[Summary]) -> str:
     lines = [
         "Mean ± standard deviation over the seeds. experts, neurons or used: how many of them a test sample or token",
         "uses on average; load: share of the samples or tokens that use an expert or neuron; dead: number that none",
-        "uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; ms/step is a median.",
+        "uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; ms/step is a median;",
+        "GFLOP/s counts a step as three predictions a sample.",
     ]
     for each in summaries:
         if each.regularisers:

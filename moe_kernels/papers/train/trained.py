@@ -39,6 +39,10 @@ class Trained:
     def model(self) -> torch.nn.Module:
         return self.task.model
 
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """`predict`."""
+        return self.predict(*inputs)
+
     @torch.no_grad()
     def predict(self, *inputs: torch.Tensor) -> Any:
         """Predictions for a batch; their form depends on the data set.
