@@ -269,8 +269,15 @@ def report_command(
 ) -> None:
     """Writes report.md and report.html; prints the ledger and ratios to PyTorch. With --readme: updates README.md."""
     if readme:
-        report.README.write_text(report.rendered(report.README.read_text(), merging.read()))
-        print("README.md rewritten")
+        from bench import plot  # imports matplotlib
+
+        found = merging.read()
+        report.README.write_text(report.rendered(report.README.read_text(), found))
+        measured = [each for each in found if any(entry["figures"] for entry in each["entries"])]
+        if measured:  # one of a GPU before one of a CPU
+            newest = max(measured, key=lambda each: (bool(each["gpu"]), each["date"]))
+            (ledger.ROOT / "docs" / "measured.svg").write_bytes(plot.speedups(newest))
+        print("README.md and docs/measured.svg rewritten")
         return
     found = merging.merged(map(ledger.load, results)) if results else merging.read()
     text, html = document.write(found, out)

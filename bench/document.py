@@ -65,7 +65,7 @@ def document(
         parts.append("Nothing was measured yet; `python -m bench run` measures.")
     for result in results:
         parts += _device(result, (pictures or {}).get(result["device"], {}), root)
-    parts += predict.section(results, root)
+    parts += predict.section(results, root, {entry["operation"] for result in results for entry in result["entries"]})
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,29 +80,44 @@ def _device(result: ledger.Result, pictures: dict[str, bytes], root: Path) -> li
     stale = ledger.stale(result, root)
     if stale:
         parts.append(f"**Stale**, because their sources changed since they ran: {', '.join(stale)}.")
-    parts += ["### Verified against the definition", markdown(_VERDICT, [_verdict(each, root) for each in entries])]
-    if result.get("suite"):
-        parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
-    if result["not_measured"]:
-        parts += ["### Not run, and remarks", "\n".join(f"* {line}" for line in result["not_measured"])]
-    parts += ["### Ceilings of this machine", markdown(("setting", "what", "reached"), _ceilings(result["ceilings"]))]
     for name, png in pictures.items():
         parts += [f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})", CAPTIONS[name]]
-    curves = [row for entry in entries for row in _growth(entry)]
-    if curves:
-        parts += ["### Growth", markdown(_GROWTH, curves)]
     figures = [figure for entry in entries for figure in entry["figures"]]
     if figures:
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
+    curves = [row for entry in entries for row in _growth(entry)]
+    if curves:
+        parts += ["### Growth", markdown(_GROWTH, curves)]
+    parts += ["### Ceilings of this machine", markdown(("setting", "what", "reached"), _ceilings(result["ceilings"]))]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
         # A row for each figure that has the key of the last column; the other keys may be missing.
         found = [[_cell(each.get(key, "")) for key in (*KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
             parts += [f"### {title}", markdown((*KEY, *columns.values()), found)]
+    parts += ["### Verified against the definition", markdown(_VERDICT, [_verdict(each, root) for each in entries])]
+    if result.get("suite"):
+        parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
+    if result["not_measured"]:
+        lines = _grouped(result["not_measured"])
+        parts += ["### Not run, and remarks", "\n".join(f"* {line}" for line in lines)]
     return parts
 
 
+def _grouped(lines: list[str]) -> list[str]:
+    """The lines; those of jobs for which there was no time are one line for each operation, with their number."""
+    late: dict[str, int] = {}
+    others = []
+    for line in lines:
+        if line.endswith(OUT_OF_TIME):
+            op = line.partition(" ")[0]
+            late[op] = late.get(op, 0) + 1
+        else:
+            others.append(line)
+    return [*others, *(f"{op}: no time for {count} {'calls' if count > 1 else 'call'}" for op, count in late.items())]
+
+
+OUT_OF_TIME = ": out of time"
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
 _GROWTH = ("operation", "backend", "dtype", "setting", "first", "last", "time", "work", "first ceiling", "last ceiling")
 _MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}

@@ -27,7 +27,7 @@ def draw(result: Result) -> dict[str, bytes]:
         "roofline": _roofline(result, figures) if figures else None,
         "peers": _peers([each for each in figures if each["peers"]]),
         "scaling": _scaling(_all(result, "curves")),
-        "load": _load(result["loads"]) if result.get("loads") else None,
+        "load": _load(result["loads"]) if result.get("loads") and _routed(figures) else None,
     }
     found = {}
     for picture, canvas in drawn.items():
@@ -39,8 +39,47 @@ def draw(result: Result) -> dict[str, bytes]:
     return found
 
 
+def speedups(result: Result) -> bytes:
+    """An SVG: for each operation and direction how many times as fast as the fastest PyTorch code, least to most over
+    shapes and dtypes, in the first setting of each entry (on a CPU one thread)."""
+    spans: dict[str, dict[str, list[float]]] = {}
+    for entry in result["entries"]:
+        first = [each for each in entry["figures"] if each["setting"] == entry["figures"][0]["setting"]]
+        for each in first:
+            ratios = [ratio for name, ratio in each["peers"].items() if name.startswith("torch")]
+            if ratios:
+                spans.setdefault(each["op"], {}).setdefault(each["direction"], []).append(min(ratios))
+    order = sorted(spans, key=lambda op: max(max(each) for each in spans[op].values()))
+    with plt.rc_context({"svg.hashsalt": "moe_kernels", "svg.fonttype": "none", "font.size": 9}):
+        canvas, axis = plt.subplots(figsize=(8, 0.6 + 0.34 * len(order)), layout="constrained")
+        for row, op in enumerate(order):
+            for shift, (direction, color) in zip((0.17, -0.17), (("forward", "C0"), ("training", "C1")), strict=True):
+                if found := spans[op].get(direction):
+                    axis.plot([min(found), max(found)], [row + shift] * 2, color=color, linewidth=5)
+                    axis.plot(sorted(found)[len(found) // 2], row + shift, "|", color="black", markersize=5)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set(xscale="log", yticks=range(len(order)), xlabel="times as fast as the fastest PyTorch code")
+        axis.set_yticklabels(order)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        axis.grid(axis="x", alpha=0.3)
+        handles = [plt.Line2D([], [], color=color, linewidth=5) for color in ("C0", "C1")]
+        axis.legend(handles, ["forward", "training"], loc="lower right", fontsize="small")
+        setting = next(entry["figures"][0]["setting"] for entry in result["entries"] if entry["figures"])
+        axis.set_title(f"measured on {result['device']}, {setting}, {result['date']}", fontsize="small")
+        file = io.BytesIO()
+        canvas.savefig(file, format="svg", metadata={"Date": None})
+        plt.close(canvas)
+    return file.getvalue()
+
+
 def _all(result: Result, which: str) -> list[dict[str, Any]]:
     return [figure for entry in result["entries"] for figure in entry.get(which, [])]
+
+
+def _routed(figures: list[dict[str, Any]]) -> bool:
+    return any("routing" in each["sizes"] for each in figures)
 
 
 def _unique(values: Iterable[Any]) -> list[Any]:
@@ -69,6 +108,7 @@ def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
         names = _unique(each["op"] for each in moving)
         for each in moving:
             _point(left, names.index(each["op"]), each["gb_per_s"], each, colors)
+        left.set_visible(bool(moving))
         left.axhline(limits["copy"], color="black", linewidth=1)
         left.set(xticks=range(len(names)), xticklabels=names, title="no FLOPs", ylabel="GB/s", yscale="log")
         left.tick_params(axis="x", rotation=20)

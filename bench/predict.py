@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -263,11 +263,14 @@ def short(predictions: Iterable[Prediction]) -> str:
     return markdown(SHORT, lines) if lines else ""
 
 
-def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
-    """The report's section of predictions; the last column of its tables compares them with `results`."""
+def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT, ops: Collection[str] = ()) -> list[str]:
+    """The report's section of predictions; the last column of its tables compares them with `results`.
+
+    ops: only these operations; empty: all.
+    """
     kept, parts = list(results), list[str]()
     for gpu in GPUS.values():
-        found = rows(predict(gpu, kept, root))
+        found = rows(each for each in predict(gpu, kept, root) if not ops or each.count["operation"] in ops)
         if found:
             parts += [f"### Predicted for {figures(gpu)}", markdown(HEADER, found)]
     return ["## Predicted, not measured", HOW, *parts] if parts else []

@@ -74,6 +74,7 @@ def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     failed = sum(row.verdict == "FAILED" for row in rows)
     ran = sum(row.verdict == "ok" for row in rows)
     print(f"\n{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
+    print("allowed: twice the definition's own error in that dtype, plus a floor; 0 where outputs are exact")
     for (backend, reason), names in _not_run(rows).items():
         print(textwrap.fill(f"not run on {backend}: {', '.join(names)}: {reason}", WIDTH, subsequent_indent="  "))
     idle = verify.idle(args.backend, rows)
