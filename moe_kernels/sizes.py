@@ -66,6 +66,32 @@ def is_checked(index: Tensor) -> bool:
     return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
 
 
+def check_shapes(op: str, plan: Any) -> None:
+    """Raises unless the arrays of a RoutingPlan have the dtypes, shapes, strides and devices that it states."""
+    slot_row, num_experts, device = plan.slot_row, plan.num_experts, plan.row_token.device
+    row_shape = (plan.row_token.numel(),)
+    for name, array, letters, shape in (
+        ("slot_row", slot_row, "(T, K)", (plan.num_tokens, slot_row.shape[-1] if slot_row.dim() else 1)),
+        ("expert_offsets", plan.expert_offsets, "(E + 1,)", (num_experts + 1,)),
+        ("row_token", plan.row_token, "(R,)", row_shape),
+        ("row_choice", plan.row_choice, "(R,)", row_shape),
+        ("requested", plan.requested, "(E,)", (num_experts,)),
+        ("kept", plan.kept, "(E,)", (num_experts,)),
+        ("dropped", plan.dropped, "()", ()),
+    ):
+        if not isinstance(array, Tensor):
+            raise TypeError(f"{op}: plan.{name} must be a Tensor, got {type(array).__name__}")
+        if array.dtype is not torch.int32:
+            raise TypeError(f"{op}: plan.{name} must have dtype int32; got {array.dtype}".replace("torch.", ""))
+        if array.shape != shape or not array.is_contiguous() or array.device != device:
+            raise ValueError(
+                f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
+                f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
+            )
+    if row_shape[0] > slot_row.numel():
+        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {row_shape[0]}")
+
+
 def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
     """Raises ValueError for values outside [least, size). `meaning` explains the value `least` in the message."""
     if index.numel() == 0:

@@ -17,7 +17,7 @@ on_pointer: Callable[[Tensor], None] | None = None
 
 def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
     """A tensor's address, 0 for None. Checks dtype, device type, and that the last dimension is contiguous: operators
-    have checked shapes (ops/_operands.py)."""
+    have checked shapes (ops/_checks.py)."""
     if tensor is None:
         return 0
     on_device = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda

@@ -1,6 +1,7 @@
 """Argument checks shared by the operations and layers; `op` is the name of the caller in the error message."""
 
 import operator
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import inf, isfinite
@@ -14,11 +15,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from moe_kernels import backends
-from moe_kernels.plan import RoutingPlan, check_shapes
+from moe_kernels.plan import RoutingPlan
+from moe_kernels.sizes import check_shapes
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
 INDEX = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
@@ -184,3 +187,78 @@ def check_choice(op: str, name: str, value: object, choices: tuple[str | None, .
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Checks of operators' arguments, before a kernel gets their addresses: exported and compiled programs call operators
+# without the public functions and their checks. `op` is the operator's name and `name` the argument's, both as in its
+# schema. `like` is a tensor whose device the argument must share.
+
+
+def floating(op: str, name: str, tensor: Tensor, rank: int) -> torch.Size:
+    """The shape of `tensor`; raises unless it has `rank` dimensions and a floating-point dtype that kernels take."""
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
+    return shape_of(op, name, tensor, rank)
+
+
+def shape_of(op: str, name: str, tensor: Tensor, rank: int) -> torch.Size:
+    """The shape of `tensor`; raises unless it has `rank` dimensions."""
+    shape = tensor.shape
+    if len(shape) != rank:
+        raise ValueError(f"{op}: {name} must have {rank} dimensions, got shape {tuple(shape)}")
+    return shape
+
+
+def expect(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
+    """Raises unless `tensor` is None or has this shape and dtype and the device of `like`."""
+    if tensor is None:
+        return
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}".replace("torch.", ""))
+    if tensor.shape != shape or tensor.get_device() != like.get_device():  # a third of the time of .device
+        raise ValueError(
+            f"{op}: {name} must be {tuple(shape)} on {like.device}; got {tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
+def integer(op: str, name: str, value: int, low: int, high: int = INT32_MAX) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{op}: {name} must be from {low} to {high}, got {value}")
+
+
+def positive(op: str, name: str, value: float) -> None:
+    if not 0 < value < inf:
+        raise ValueError(f"{op}: {name} must be above 0 and finite, got {value}")
+
+
+def one_of(op: str, name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def flags(op: str, name: str, values: Sequence[bool], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{op}: {name} must hold {count} bools, one for each gradient; got {len(values)}")
+
+
+def absent(op: str, name: str, tensor: Tensor | None, other: str) -> None:
+    """Raises unless `tensor` is None, as it must be where `other` says."""
+    if tensor is not None:
+        raise ValueError(f"{op}: {name} must be None {other}, got shape {tuple(tensor.shape)}")
+
+
+def check_arrays(op: str, like: Tensor, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
+    """Raises unless the arrays of a plan are int32, (T, K), (num_rows,) and (E + 1,), on the device of `like`."""
+    tokens, k = shape_of(op, "slot_row", slot_row, 2)
+    expect(op, "slot_row", slot_row, (tokens, k), torch.int32, like)
+    integer(op, "num_rows", num_rows, 0)
+    expect(op, "row_token", row_token, (num_rows,), torch.int32, like)
+    if expert_offsets is not None:
+        check_offsets(op, expert_offsets, like)
+
+
+def check_offsets(op: str, expert_offsets: Tensor, like: Tensor) -> int:
+    """E; raises unless expert_offsets is (E + 1,) int32, on the device of `like`."""
+    (count,) = shape_of(op, "expert_offsets", expert_offsets, 1)
+    expect(op, "expert_offsets", expert_offsets, (max(count, 1),), torch.int32, like)
+    return count - 1

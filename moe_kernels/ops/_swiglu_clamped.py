@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
 from moe_kernels.sizes import compute_dtype
 from python_ref.grouped_gemm import activate
 
 
 def _check(op: str, pre: Tensor, alpha: float, limit: float) -> None:
-    _operands.floating(op, "pre", pre, pre.dim())
+    _checks.floating(op, "pre", pre, pre.dim())
     if pre.dim() < 1 or pre.shape[-1] % 2:
         raise ValueError(f"{op}: pre must have an even last dimension, got shape {tuple(pre.shape)}")
     largest = torch.finfo(compute_dtype(pre.dtype)).max
@@ -30,7 +30,7 @@ def _check(op: str, pre: Tensor, alpha: float, limit: float) -> None:
 
 def _check_bwd(op: str, grad: Tensor, pre: Tensor, alpha: float, limit: float) -> None:
     _check(op, pre, alpha, limit)
-    _operands.expect(op, "grad", grad, (*pre.shape[:-1], pre.shape[-1] // 2), pre.dtype, pre)
+    _checks.expect(op, "grad", grad, (*pre.shape[:-1], pre.shape[-1] // 2), pre.dtype, pre)
 
 
 def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:

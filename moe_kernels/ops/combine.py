@@ -16,24 +16,23 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, operators
-from moe_kernels.ops.dispatch import check_arrays
 from moe_kernels.plan import RoutingPlan
 from moe_kernels.sizes import compute_dtype, contiguous, contiguous_rows, refuse_bad_rows
 
 
 def _check_fwd(op, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend) -> None:
-    num_rows, _ = _operands.floating(op, "rows", rows, 2)
-    check_arrays(op, rows, slot_row, num_rows, row_token, expert_offsets)
-    _operands.expect(op, "weights", weights, slot_row.shape, compute_dtype(rows.dtype), rows)
-    _operands.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, rows)
+    num_rows, _ = _checks.floating(op, "rows", rows, 2)
+    _checks.check_arrays(op, rows, slot_row, num_rows, row_token, expert_offsets)
+    _checks.expect(op, "weights", weights, slot_row.shape, compute_dtype(rows.dtype), rows)
+    _checks.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, rows)
 
 
 def _check_bwd(op, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend) -> None:
     _check_fwd(op, rows, weights, row_token, slot_row, expert_offsets, row_choice, backend)
-    _operands.expect(op, "grad", grad, (slot_row.shape[0], rows.shape[1]), rows.dtype, rows)
+    _checks.expect(op, "grad", grad, (slot_row.shape[0], rows.shape[1]), rows.dtype, rows)
 
 
 def combine_fwd(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:

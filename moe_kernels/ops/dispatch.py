@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
@@ -24,24 +23,7 @@ from moe_kernels.sizes import contiguous_rows, refuse_bad_rows
 
 
 def _check_rows(name: str, op: str, slot_row, num_rows, row_token, expert_offsets) -> None:
-    check_arrays(op, slot_row, slot_row, num_rows, row_token, expert_offsets)
-
-
-def check_arrays(op: str, like: Tensor, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """Raises unless the arrays of a plan are int32, (T, K), (num_rows,) and (E + 1,), on the device of `like`."""
-    tokens, k = _operands.shape_of(op, "slot_row", slot_row, 2)
-    _operands.expect(op, "slot_row", slot_row, (tokens, k), torch.int32, like)
-    _operands.integer(op, "num_rows", num_rows, 0)
-    _operands.expect(op, "row_token", row_token, (num_rows,), torch.int32, like)
-    if expert_offsets is not None:
-        check_offsets(op, expert_offsets, like)
-
-
-def check_offsets(op: str, expert_offsets: Tensor, like: Tensor) -> int:
-    """E; raises unless expert_offsets is (E + 1,) int32, on the device of `like`."""
-    (count,) = _operands.shape_of(op, "expert_offsets", expert_offsets, 1)
-    _operands.expect(op, "expert_offsets", expert_offsets, (max(count, 1),), torch.int32, like)
-    return count - 1
+    _checks.check_arrays(op, slot_row, slot_row, num_rows, row_token, expert_offsets)
 
 
 define_check(
@@ -52,9 +34,9 @@ define_check(
 
 
 def _check_fwd(op: str, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> None:
-    tokens, _ = _operands.floating(op, "x", x, 2)
-    (num_rows,) = _operands.shape_of(op, "row_token", row_token, 1)
-    check_arrays(op, x, slot_row, num_rows, row_token, expert_offsets)
+    tokens, _ = _checks.floating(op, "x", x, 2)
+    (num_rows,) = _checks.shape_of(op, "row_token", row_token, 1)
+    _checks.check_arrays(op, x, slot_row, num_rows, row_token, expert_offsets)
     if slot_row.shape[0] != tokens:
         raise ValueError(f"{op}: x must have {slot_row.shape[0]} rows, the tokens of slot_row; got {tuple(x.shape)}")
 

@@ -22,13 +22,12 @@ from torch.compiler import is_compiling
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_first, check_fits, check_plan, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
 from moe_kernels.ops._swiglu_clamped import swiglu_clamped
 from moe_kernels.ops.combine import combine, combine_fwd
-from moe_kernels.ops.dispatch import check_arrays, check_offsets
 from moe_kernels.ops.grouped_gemm import (
     HALVING,
     check_activation,
@@ -92,42 +91,42 @@ def check_parameters(
 
 def check_layers(op: str, x, num_experts, w_in, w_out, b_in, b_out, activation) -> None:
     """check_parameters for an operator; `x` was checked."""
-    width, dout = (_operands.shape_of(op, name, each, 3)[2] for name, each in (("w_in", w_in), ("w_out", w_out)))
-    _operands.expect(op, "w_in", w_in, (num_experts, x.shape[1], width), x.dtype, x)
+    width, dout = (_checks.shape_of(op, name, each, 3)[2] for name, each in (("w_in", w_in), ("w_out", w_out)))
+    _checks.expect(op, "w_in", w_in, (num_experts, x.shape[1], width), x.dtype, x)
     hidden = check_width(op, "w_in", activation, width)
-    _operands.expect(op, "w_out", w_out, (num_experts, hidden, dout), x.dtype, x)
-    _operands.expect(op, "b_in", b_in, (num_experts, width), x.dtype, x)
-    _operands.expect(op, "b_out", b_out, (num_experts, dout), x.dtype, x)
+    _checks.expect(op, "w_out", w_out, (num_experts, hidden, dout), x.dtype, x)
+    _checks.expect(op, "b_in", b_in, (num_experts, width), x.dtype, x)
+    _checks.expect(op, "b_out", b_out, (num_experts, dout), x.dtype, x)
 
 
 def _check_fwd(
     op, x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, *rest
 ) -> None:
-    tokens, _ = _operands.floating(op, "x", x, 2)
-    (num_rows,) = _operands.shape_of(op, "row_token", row_token, 1)
-    check_arrays(op, x, slot_row, num_rows, row_token)
-    num_experts = check_offsets(op, expert_offsets, x)
-    _operands.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, x)
-    _operands.expect(op, "slot_row", slot_row, (tokens, slot_row.shape[1]), torch.int32, x)
-    _operands.expect(op, "weights", weights, slot_row.shape, compute_dtype(x.dtype), x)
+    tokens, _ = _checks.floating(op, "x", x, 2)
+    (num_rows,) = _checks.shape_of(op, "row_token", row_token, 1)
+    _checks.check_arrays(op, x, slot_row, num_rows, row_token)
+    num_experts = _checks.check_offsets(op, expert_offsets, x)
+    _checks.expect(op, "row_choice", row_choice, (num_rows,), torch.int32, x)
+    _checks.expect(op, "slot_row", slot_row, (tokens, slot_row.shape[1]), torch.int32, x)
+    _checks.expect(op, "weights", weights, slot_row.shape, compute_dtype(x.dtype), x)
     check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
 
 
 def _check_bwd(op, grad, x, weights, w_in, w_out, *rest) -> None:
     *others, pre, activation, wanted, _ = rest
     _check_fwd(op, x, weights, w_in, w_out, *others, activation)
-    _operands.expect(op, "grad", grad, (x.shape[0], w_out.shape[2]), x.dtype, x)
-    _operands.expect(op, "pre", pre, (others[3].shape[0], w_in.shape[2]), x.dtype, x)  # others[3]: row_token
-    _operands.flags(op, "wanted", wanted, 6)
+    _checks.expect(op, "grad", grad, (x.shape[0], w_out.shape[2]), x.dtype, x)
+    _checks.expect(op, "pre", pre, (others[3].shape[0], w_in.shape[2]), x.dtype, x)  # others[3]: row_token
+    _checks.flags(op, "wanted", wanted, 6)
 
 
 def _check_of_choices(op, x, weights, w_in, w_out, b_in, b_out, experts, activation, backend) -> None:
-    tokens, _ = _operands.floating(op, "x", x, 2)
+    tokens, _ = _checks.floating(op, "x", x, 2)
     check_tensor(op, "experts", experts, INDEX)
-    k = _operands.shape_of(op, "experts", experts, 2)[1]
-    _operands.expect(op, "experts", experts, (tokens, k), experts.dtype, x)
-    _operands.expect(op, "weights", weights, experts.shape, compute_dtype(x.dtype), x)
-    num_experts = _operands.shape_of(op, "w_in", w_in, 3)[0]
+    k = _checks.shape_of(op, "experts", experts, 2)[1]
+    _checks.expect(op, "experts", experts, (tokens, k), experts.dtype, x)
+    _checks.expect(op, "weights", weights, experts.shape, compute_dtype(x.dtype), x)
+    num_experts = _checks.shape_of(op, "w_in", w_in, 3)[0]
     if num_experts < 1:
         raise ValueError(f"{op}: w_in must have at least one expert, got shape {tuple(w_in.shape)}")
     check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)

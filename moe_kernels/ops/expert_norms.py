@@ -18,7 +18,7 @@ from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_second_derivative, operators
@@ -50,16 +50,16 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
 
 
 def _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend) -> None:
-    _operands.floating(op, "x", x, 2)
-    num_experts = _operands.shape_of(op, "w_in", w_in, 3)[0]
+    _checks.floating(op, "x", x, 2)
+    num_experts = _checks.shape_of(op, "w_in", w_in, 3)[0]
     check_layers(op, x, num_experts, w_in, w_out, b_in, b_out, activation)
 
 
 def _check_bwd(op, grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) -> None:
     _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend)
     for name, each in (("grad", grad), ("norms", norms)):
-        _operands.expect(op, name, each, (x.shape[0], w_in.shape[0]), compute_dtype(x.dtype), x)
-    _operands.flags(op, "wanted", wanted, 5)
+        _checks.expect(op, name, each, (x.shape[0], w_in.shape[0]), compute_dtype(x.dtype), x)
+    _checks.flags(op, "wanted", wanted, 5)
 
 
 def expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:

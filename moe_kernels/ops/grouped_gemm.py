@@ -17,12 +17,11 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, gradient_like, no_second_derivative, operators
 from moe_kernels.ops._swiglu_clamped import swiglu_clamped
-from moe_kernels.ops.dispatch import check_offsets
 from moe_kernels.sizes import (
     CLAMPED,
     GATED,
@@ -63,8 +62,8 @@ def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor)
 
 
 def _check_groups(op: str, expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    check_offsets(op, expert_offsets, rows)
-    _operands.shape_of(op, "rows", rows, 2)
+    _checks.check_offsets(op, expert_offsets, rows)
+    _checks.shape_of(op, "rows", rows, 2)
     _check_token(op, row_token, rows)
 
 
@@ -72,8 +71,8 @@ def _check_token(op: str, row_token: Tensor | None, x: Tensor) -> int:
     """R; raises unless row_token is None or (R,) int32, on the device of x."""
     if row_token is None:
         return x.shape[0]
-    shape = _operands.shape_of(op, "row_token", row_token, 1)
-    _operands.expect(op, "row_token", row_token, shape, torch.int32, x)
+    shape = _checks.shape_of(op, "row_token", row_token, 1)
+    _checks.expect(op, "row_token", row_token, shape, torch.int32, x)
     return shape[0]
 
 
@@ -84,7 +83,7 @@ define_check(
 
 def check_width(op: str, name: str, activation: str, width: int) -> int:
     """The number of columns after the activation of `width` columns, those of argument `name`."""
-    _operands.one_of(op, "activation", activation, IN_KERNELS)
+    _checks.one_of(op, "activation", activation, IN_KERNELS)
     if activation in GATED and width % 2:
         raise ValueError(f"{op}: {name} must have an even number of columns for {activation}; got {width}")
     return width // 2 if activation in GATED else width
@@ -92,19 +91,19 @@ def check_width(op: str, name: str, activation: str, width: int) -> int:
 
 def _check_fwd(op, x, weight, expert_offsets, row_token, bias, activation, *rest) -> tuple[int, int]:
     """R and the number of columns of the result."""
-    _, din = _operands.floating(op, "x", x, 2)
-    num_experts = check_offsets(op, expert_offsets, x)
-    dout = _operands.shape_of(op, "weight", weight, 3)[2]
-    _operands.expect(op, "weight", weight, (num_experts, din, dout), x.dtype, x)
-    _operands.expect(op, "bias", bias, (num_experts, dout), x.dtype, x)
+    _, din = _checks.floating(op, "x", x, 2)
+    num_experts = _checks.check_offsets(op, expert_offsets, x)
+    dout = _checks.shape_of(op, "weight", weight, 3)[2]
+    _checks.expect(op, "weight", weight, (num_experts, din, dout), x.dtype, x)
+    _checks.expect(op, "bias", bias, (num_experts, dout), x.dtype, x)
     return _check_token(op, row_token, x), check_width(op, "weight", activation, dout)
 
 
 def _check_bwd(op, grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> None:
     num_rows, width = _check_fwd(op, x, weight, expert_offsets, row_token, bias, activation)
-    _operands.expect(op, "grad", grad, (num_rows, width), x.dtype, x)
-    _operands.expect(op, "pre", pre, (num_rows, weight.shape[2]), x.dtype, x)
-    _operands.flags(op, "wanted", wanted, 3)
+    _checks.expect(op, "grad", grad, (num_rows, width), x.dtype, x)
+    _checks.expect(op, "pre", pre, (num_rows, weight.shape[2]), x.dtype, x)
+    _checks.flags(op, "wanted", wanted, 3)
 
 
 def kernels(backend: str):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import python_ref.kwta as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import FLOATING, check_choice, check_decimal, check_int, check_like, check_tensor
 from moe_kernels.ops._define import define, no_flops, operators
 from moe_kernels.sizes import contiguous_rows, words
@@ -53,10 +53,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _check_fwd(op: str, x: Tensor, values: Tensor | None, k: int, ties: str, *rest: Any) -> None:
-    shape = _operands.floating(op, "x", x, 2)
-    _operands.expect(op, "values", values, shape, x.dtype, x)
-    _operands.integer(op, "k", k, 0, shape[1])
-    _operands.one_of(op, "ties", ties, TIES)
+    shape = _checks.floating(op, "x", x, 2)
+    _checks.expect(op, "values", values, shape, x.dtype, x)
+    _checks.integer(op, "k", k, 0, shape[1])
+    _checks.one_of(op, "ties", ties, TIES)
 
 
 def kwta_fwd(
@@ -86,8 +86,8 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _check_bwd(op: str, grad: Tensor, bits: Tensor, backend: str) -> None:
-    rows, n = _operands.floating(op, "grad", grad, 2)
-    _operands.expect(op, "bits", bits, (rows, words(n)), torch.int32, grad)
+    rows, n = _checks.floating(op, "grad", grad, 2)
+    _checks.expect(op, "bits", bits, (rows, words(n)), torch.int32, grad)
 
 
 def kwta_bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:

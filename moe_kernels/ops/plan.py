@@ -17,7 +17,7 @@ from torch import Tensor
 
 import python_ref.plan as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_factor, check_int, check_rank, check_tensor
 from moe_kernels.ops._define import define, define_check, no_flops, operators
 from moe_kernels.plan import RoutingPlan
@@ -63,13 +63,13 @@ define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refus
 
 def _check_plan(op: str, experts: Tensor, num_experts: int, capacity, priority, order, backend) -> None:
     num_tokens = check_choices(op, experts)
-    _operands.integer(op, "num_experts", num_experts, 1, MOST_EXPERTS)
+    _checks.integer(op, "num_experts", num_experts, 1, MOST_EXPERTS)
     if capacity is not None:
-        _operands.integer(op, "capacity", capacity, 0)
+        _checks.integer(op, "capacity", capacity, 0)
     if priority is not None:
-        _operands.floating(op, "priority", priority, 1)
-        _operands.expect(op, "priority", priority, (num_tokens,), priority.dtype, experts)
-    _operands.one_of(op, "order", order, ORDERS)
+        _checks.floating(op, "priority", priority, 1)
+        _checks.expect(op, "priority", priority, (num_tokens,), priority.dtype, experts)
+    _checks.one_of(op, "order", order, ORDERS)
 
 
 def _check_scored(op: str, scores: Tensor, capacity: int, backend: str) -> None:

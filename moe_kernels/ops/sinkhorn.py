@@ -32,7 +32,7 @@ from torch.compiler import is_compiling
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import (
     FLOATING,
     check_choice,
@@ -95,12 +95,12 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
 
 
 def _check_fwd(op, scores, taus, iterations, row_sums, column_sums, tolerance, *rest) -> None:
-    batch, n, _ = _operands.floating(op, "scores", scores, 3)
-    _operands.expect(op, "scores", scores, (batch, n, n), scores.dtype, scores)
+    batch, n, _ = _checks.floating(op, "scores", scores, 3)
+    _checks.expect(op, "scores", scores, (batch, n, n), scores.dtype, scores)
     _check_taus(op, taus)
-    _operands.integer(op, "iterations", iterations, 1, MOST_ITERATIONS)
+    _checks.integer(op, "iterations", iterations, 1, MOST_ITERATIONS)
     for name, each in (("row_sums", row_sums), ("column_sums", column_sums)):
-        _operands.expect(op, name, each, (batch, n), torch.float64, scores)
+        _checks.expect(op, name, each, (batch, n), torch.float64, scores)
     if (row_sums is None) != (column_sums is None):
         raise ValueError(f"{op}: row_sums and column_sums must both be given, or neither")
     if not (isfinite(tolerance) and (tolerance < 0 or row_sums is not None)):
@@ -111,18 +111,18 @@ def _check_taus(op: str, taus: Tensor) -> None:
     if taus.shape != (2,) or taus.dtype != torch.float64 or not taus.is_cpu:
         raise ValueError(f"{op}: taus must be (2,) float64 on the CPU; got {tuple(taus.shape)} {taus.dtype}")
     for tau in taus.tolist():
-        _operands.positive(op, "taus", tau)
+        _checks.positive(op, "taus", tau)
 
 
 def _check_bwd(op, grad, scores, *rest) -> None:
     _check_fwd(op, scores, *rest)
-    _operands.expect(op, "grad", grad, scores.shape, scores.dtype, scores)
+    _checks.expect(op, "grad", grad, scores.shape, scores.dtype, scores)
 
 
 def _check_implicit(op: str, grad: Tensor, p: Tensor, taus: Tensor) -> None:
-    batch, n, _ = _operands.floating(op, "p", p, 3)
+    batch, n, _ = _checks.floating(op, "p", p, 3)
     for name, each in (("p", p), ("grad", grad)):
-        _operands.expect(op, name, each, (batch, n, n), p.dtype, p)
+        _checks.expect(op, name, each, (batch, n, n), p.dtype, p)
     _check_taus(op, taus)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import python_ref.topk_gate as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
 from moe_kernels.sizes import compute_dtype, contiguous_rows, refuse_bad_choices
@@ -27,9 +27,9 @@ ORDERS = ("topk_softmax", "softmax_topk")
 
 
 def _check_fwd(op: str, logits: Tensor, k: int, order: str, backend: str) -> None:
-    _, num_experts = _operands.floating(op, "logits", logits, 2)
-    _operands.integer(op, "k", k, 0, num_experts)
-    _operands.one_of(op, "order", order, ORDERS)
+    _, num_experts = _checks.floating(op, "logits", logits, 2)
+    _checks.integer(op, "k", k, 0, num_experts)
+    _checks.one_of(op, "order", order, ORDERS)
 
 
 def topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -57,12 +57,12 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 def _check_bwd(op, grad, weights, experts, logits, num_experts, dtype, backend) -> None:
     if dtype not in FLOATING:
         raise TypeError(f"{op}: dtype must be float32, bfloat16, float16 or float64; got {dtype}")
-    shape = _operands.shape_of(op, "grad", grad, 2)
-    _operands.expect(op, "grad", grad, shape, compute_dtype(dtype), grad)
-    _operands.integer(op, "num_experts", num_experts, shape[1])
-    _operands.expect(op, "weights", weights, shape, grad.dtype, grad)
-    _operands.expect(op, "experts", experts, shape, torch.int32, grad)
-    _operands.expect(op, "logits", logits, (shape[0], num_experts), dtype, grad)
+    shape = _checks.shape_of(op, "grad", grad, 2)
+    _checks.expect(op, "grad", grad, shape, compute_dtype(dtype), grad)
+    _checks.integer(op, "num_experts", num_experts, shape[1])
+    _checks.expect(op, "weights", weights, shape, grad.dtype, grad)
+    _checks.expect(op, "experts", experts, shape, torch.int32, grad)
+    _checks.expect(op, "logits", logits, (shape[0], num_experts), dtype, grad)
 
 
 def topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype, backend) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends
-from moe_kernels.ops import _operands
+from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_choice, check_fits, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_flops, no_second_derivative, operators
@@ -77,21 +77,21 @@ def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
 
 def _check_tree(op, x, split_weight, leaf_weight, split_bias=None, leaf_bias=None) -> tuple[int, int, int]:
     """T, K and E, for an operator."""
-    tokens, dim = _operands.floating(op, "x", x, 2)
-    trees, experts, _ = _operands.shape_of(op, "leaf_weight", leaf_weight, 3)
+    tokens, dim = _checks.floating(op, "x", x, 2)
+    trees, experts, _ = _checks.shape_of(op, "leaf_weight", leaf_weight, 3)
     if trees < 1 or experts < 2:
         raise ValueError(f"{op}: leaf_weight must be (K, E, P) with K >= 1, E >= 2; got {tuple(leaf_weight.shape)}")
     for name, each, nodes in (("split", split_weight, experts - 1), ("leaf", leaf_weight, experts)):
         bias = split_bias if name == "split" else leaf_bias
-        _operands.expect(op, f"{name}_weight", each, (trees, nodes, dim), x.dtype, x)
-        _operands.expect(op, f"{name}_bias", bias, (trees, nodes), x.dtype, x)
+        _checks.expect(op, f"{name}_weight", each, (trees, nodes, dim), x.dtype, x)
+        _checks.expect(op, f"{name}_bias", bias, (trees, nodes), x.dtype, x)
     return tokens, trees, experts
 
 
 def _check_fwd(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend) -> None:
     _check_tree(op, x, split_weight, leaf_weight, split_bias, leaf_bias)
     _check_gamma(op, gamma, x.dtype)
-    _operands.one_of(op, "mode", mode, MODES)
+    _checks.one_of(op, "mode", mode, MODES)
 
 
 def _check_route(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, backend) -> None:
@@ -99,15 +99,15 @@ def _check_route(op, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma,
 
 
 def _check_bwd(op, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode, backend) -> None:
-    tokens, trees, experts = _operands.floating(op, "leaf_logits", leaf_logits, 3)
+    tokens, trees, experts = _checks.floating(op, "leaf_logits", leaf_logits, 3)
     if trees < 1 or experts < 2:
         raise ValueError(f"{op}: leaf_logits must be (T, K, E), K >= 1, E >= 2; got {tuple(leaf_logits.shape)}")
     dtype = results_dtype(leaf_logits.dtype, backend)
-    _operands.expect(op, "split_logits", split_logits, (tokens, trees, experts - 1), leaf_logits.dtype, leaf_logits)
-    _operands.expect(op, "grad_gates", grad_gates, (tokens, experts), dtype, leaf_logits)
-    _operands.expect(op, "grad_leaf_probs", grad_leaf_probs, leaf_logits.shape, dtype, leaf_logits)
+    _checks.expect(op, "split_logits", split_logits, (tokens, trees, experts - 1), leaf_logits.dtype, leaf_logits)
+    _checks.expect(op, "grad_gates", grad_gates, (tokens, experts), dtype, leaf_logits)
+    _checks.expect(op, "grad_leaf_probs", grad_leaf_probs, leaf_logits.shape, dtype, leaf_logits)
     _check_gamma(op, gamma, leaf_logits.dtype)
-    _operands.one_of(op, "mode", mode, MODES)
+    _checks.one_of(op, "mode", mode, MODES)
 
 
 def _check_logits_bwd(op, dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend) -> None:
@@ -117,9 +117,9 @@ def _check_logits_bwd(op, dsplit, dleaf, split_logits, x, split_weight, leaf_wei
         ("dleaf", dleaf, experts),
         ("split_logits", split_logits, experts - 1),
     ):
-        _operands.expect(op, name, each, (tokens, trees, nodes), x.dtype, x)
+        _checks.expect(op, name, each, (tokens, trees, nodes), x.dtype, x)
     _check_gamma(op, gamma, x.dtype)
-    _operands.flags(op, "wants", wants, 3)
+    _checks.flags(op, "wants", wants, 3)
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
