@@ -70,6 +70,9 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.citation-file-format --default-filetype yaml CITATION.cff
 
 build: $(READY)
 	$(RUN) setup.py --quiet build_ext --inplace

@@ -19,6 +19,7 @@ import pytest
 from tests.ptx import cuda_launch
 
 ROOT = Path(__file__).parents[2]
+PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")  # what a build reads besides sources
 
 pytestmark = pytest.mark.timeout(900)  # for compiling csrc/cuda
 
@@ -29,7 +30,7 @@ def checkout(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("csrc", "moe_kernels", "python_ref"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "Makefile", "requirements-dev.txt"):
+    for name in (*PACKED, "Makefile", "requirements-dev.txt"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "no_torch").mkdir()
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
