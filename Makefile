@@ -58,6 +58,7 @@ regression: build
 	$(REGRESSION) $(if $(wildcard $(SAVED)/*/*.json),--benchmark-compare --benchmark-compare-fail=median:25%)
 
 docs: build
+	@echo writing docs/_build/html with sphinx: half a minute
 	$(RUN) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
@@ -79,9 +80,11 @@ dist:
 	$(PYTHON) -m release.dist
 
 build: $(READY)
+	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
 	$(RUN) setup.py --quiet build_ext --inplace
 
 $(VENV)/ready: requirements-dev.txt
+	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
