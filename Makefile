@@ -2,6 +2,7 @@
 # VENV=0 uses the installed packages instead: make test VENV=0 PYTHON=python3
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; QUICK=1 takes about four.
 # OUT=folder is for its results. It looks for a GPU before anything is installed.
+# make dist builds wheels and a source distribution for the Pythons 3.10 to 3.13 that it finds, and tries each.
 # make fuzz MINUTES=10 compares random calls of the operations with their definitions; then, for a time as long, it
 # calls the operators with wrong arguments.
 # make baseline saves each kernel's time relative to PyTorch; make regression fails if one rose by over a quarter.
@@ -18,7 +19,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint build clean
+.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist build clean
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -57,6 +58,7 @@ regression: build
 	$(REGRESSION) $(if $(wildcard $(SAVED)/*/*.json),--benchmark-compare --benchmark-compare-fail=median:25%)
 
 docs: build
+	@echo writing docs/_build/html with sphinx: half a minute
 	$(RUN) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
@@ -70,11 +72,19 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.citation-file-format --default-filetype yaml CITATION.cff
+
+dist:
+	$(PYTHON) -m release.dist
 
 build: $(READY)
+	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
 	$(RUN) setup.py --quiet build_ext --inplace
 
 $(VENV)/ready: requirements-dev.txt
+	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

@@ -195,10 +195,11 @@ class NinjaBuild(build_ext):
         subprocess.run([program, "--quiet", "-C", temp, *(["-j", MAX_JOBS] if MAX_JOBS else [])], check=True)
 
     def rules(self) -> list[str]:
-        include = f"-I{CSRC}/include -I{pybind11.get_include()} -I{sysconfig.get_paths()['include']}"
+        # Only modules read headers of Python: several Pythons can share the kernels' object files (release/dist.py).
         return [
             f"cxx = {os.environ.get('CXX', 'g++')}",
-            f"cxxflags = {CXXFLAGS} {include}",
+            f"cxxflags = {CXXFLAGS} -I{CSRC}/include",
+            f"python = -I{pybind11.get_include()} -I{sysconfig.get_paths()['include']}",
             "rule cxx",
             "  command = $cxx $cxxflags $flags -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
@@ -212,7 +213,7 @@ class NinjaBuild(build_ext):
         for source in sorted((CSRC / "cpu").glob("*.cpp")):
             for isa, march in {"": ""}.items() if source.stem == "module" else ISAS.items():
                 out = temp / f"cpu.{source.stem}.{isa or 'module'}.o"
-                lines += [f"build {out}: cxx {source}", f"  flags = {march} {f'-DMOE_ISA={isa}' if isa else ''}"]
+                lines += [f"build {out}: cxx {source}", f"  flags = {march} {f'-DMOE_ISA={isa}' if isa else '$python'}"]
                 objects.append(str(out))
         return [*lines, *self.link("moe_kernels._cpu", objects, "")]
 
@@ -236,7 +237,7 @@ class NinjaBuild(build_ext):
             "  deps = gcc",
         ]
         module = temp / "cuda.module.o"
-        flags = f"""-isystem {home}/include -DMOE_CUDA_ARCHITECTURES='"{";".join(archs)}"'"""
+        flags = f"""$python -isystem {home}/include -DMOE_CUDA_ARCHITECTURES='"{";".join(archs)}"'"""
         lines += [f"build {module}: cxx {CSRC}/cuda/module.cpp", f"  flags = {flags}"]
         objects = [str(module)]
         for source in sorted((CSRC / "cuda").glob("*.cu")):
@@ -253,11 +254,24 @@ class NinjaBuild(build_ext):
         return [f"build {out}: link {' '.join(objects)}", f"  libs = {libs}"]
 
 
+def readable_elsewhere(readme: str) -> str:
+    """README.md for a package index: links into the checkout lead nowhere there, and become names of files."""
+    readme = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]+\)\n+(\*.*?\*\n+)?", "", readme, flags=re.MULTILINE | re.DOTALL)
+
+    def name(link: re.Match[str]) -> str:
+        text, file = link[1], link[2].partition("#")[0]
+        return text if file in text else f"{text} (`{file}`)"
+
+    return re.sub(r"\[([^]]+)\]\((?!https?:|#)([^)]+)\)", name, readme)
+
+
 modules = ["moe_kernels._cpu"]
 if not {"sdist", "egg_info", "dist_info"} & set(sys.argv) and plan_cuda():
     modules.append("moe_kernels._cuda")
 
 setup(
+    long_description=readable_elsewhere((ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension(name, sources=[]) for name in modules],
     cmdclass={"build_ext": NinjaBuild},
 )

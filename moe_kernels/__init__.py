@@ -1,5 +1,6 @@
 """Kernels for mixtures of experts in Triton, CUDA and C++, with a definition in PyTorch for every operation."""
 
+from moe_kernels import _checkout
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
 from moe_kernels.ops.combine import combine
@@ -44,3 +45,5 @@ __all__ = [
     "tree_route",
     "use_backend",
 ]
+
+_checkout.warn_if_hiding()

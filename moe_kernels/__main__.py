@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from moe_kernels import backends, info, verify
+from moe_kernels import __version__, backends, info, verify
 
 WIDTH = 100  # columns of the terminal for which tables are made
 _LINE = "{:<18}  {:<7}  {:<8}  {:<6}  {:>5}  {:>11}  {:>9}  {}"
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. A wrong command line raises SystemExit(2)."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
+    parser.add_argument("--version", action="version", version=f"moe_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | compile | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="compare every kernel that can run here with its definition"))
@@ -58,7 +59,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        found = verify.verify(args.op, args.backend, small=args.small)
+        found = verify.verify(_names(args.op), args.backend, small=args.small)
     except ValueError as error:
         parser.error(str(error))
     header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict")
@@ -108,7 +109,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
 def _compile(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         precompile = importlib.import_module("moe_kernels.precompile")  # imports Triton, which may be missing
-        launches = precompile.cases(args.target, args.op, args.dtype, small=args.small)
+        launches = precompile.cases(args.target, _names(args.op), args.dtype, small=args.small)
         summary = precompile.fill_cache(launches, args.jobs, _show_progress if sys.stderr.isatty() else None)
     except (ModuleNotFoundError, ValueError, backends.BackendError) as error:
         parser.error(str(error))
@@ -116,6 +117,11 @@ def _compile(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"compile: {failure}", file=sys.stderr)
     print(f"{args.target}: {summary}")
     return 1 if summary.failures else 0
+
+
+def _names(ops: Sequence[str]) -> list[str]:
+    """The operations by the names that verify has for them: "plan", as in the README's table, is make_plan."""
+    return list(dict.fromkeys(backends.ALIASES.get(op, op) for op in ops))
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+import numpy
 import pytest
 import torch
 
@@ -44,7 +45,7 @@ def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")
     for version, refused in (("2.3.5", False), ("2.4.6", True)):
-        monkeypatch.setattr(kernels.numpy, "__version__", version)
+        monkeypatch.setattr(numpy, "__version__", version)
         monkeypatch.setattr(kernels.triton.knobs.runtime, "interpret", True)
         reason = kernels.unsupported("cpu", torch.float32, (torch.float32,))
         assert (reason is not None) == refused

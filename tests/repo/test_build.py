@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import pytest
 from tests.ptx import cuda_launch
 
 ROOT = Path(__file__).parents[2]
+PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")  # what a build reads besides sources
 
 pytestmark = pytest.mark.timeout(900)  # for compiling csrc/cuda
 
@@ -29,7 +31,7 @@ def checkout(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("csrc", "moe_kernels", "python_ref"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "Makefile", "requirements-dev.txt"):
+    for name in (*PACKED, "Makefile", "requirements-dev.txt"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "no_torch").mkdir()
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
@@ -124,6 +126,27 @@ def test_a_source_distribution_has_all_files_of_the_build(checkout):
         assert not [name for name in packed.getnames() if "/tests" in name]
     names = wheel(checkout, archive, MOE_KERNELS_CUDA="0")
     assert any(name.startswith("moe_kernels/_cpu.") for name in names)
+
+
+def test_the_metadata_have_what_an_index_shows(checkout, tmp_path):
+    done = build(checkout, "setup.py", "-q", "dist_info", "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(file.read_text())
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "The moe_kernels authors"
+    assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier")
+    assert "Sinkhorn" in metadata["Keywords"]
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
+    readme = metadata.get_payload()
+    assert "## Ten lines" in readme
+    # Links into the checkout lead nowhere on an index.
+    assert [each for each in re.findall(r"\]\(([^)]*)\)", readme) if not each.startswith(("https://", "#"))] == []
+    assert "(`CONTRIBUTING.md`)" not in readme
+    assert "CONTRIBUTING.md says what a change needs" in readme
+    assert "[How]" not in readme
+    assert "How (`docs/guide/proof.md`)." in readme
 
 
 def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):

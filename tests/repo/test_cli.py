@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import moe_kernels as mk
 from moe_kernels import backends, info, verify
 from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
@@ -190,6 +191,19 @@ def test_unknown_names_are_errors_that_list_the_known_ones(capsys, option: str, 
     message = capsys.readouterr().err
     assert "'nonsense'" in message
     assert known in message
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"moe_kernels {mk.__version__}\n"
+
+
+def test_verify_takes_the_names_of_the_readme_s_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CPU_ONLY, "--op", "plan", "--op", "make_plan"]) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\w+) +cpu ", printed, re.MULTILINE) == ["make_plan"] * 4  # a row for each dtype
 
 
 def test_train_gets_its_arguments_from_its_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,13 @@ def test_no_conflict_markers_are_left():
 # The rooms of the house from the ground up. A module imports from its own room and from rooms before it.
 ROOMS = (
     ("python_ref",),
-    ("moe_kernels._pytree", "moe_kernels._version", "moe_kernels._visible_gpus", "moe_kernels.sizes"),
+    (
+        "moe_kernels._checkout",
+        "moe_kernels._pytree",
+        "moe_kernels._version",
+        "moe_kernels._visible_gpus",
+        "moe_kernels.sizes",
+    ),
     ("moe_kernels.plan", "moe_kernels.backends"),
     ("moe_kernels.ops",),
     ("moe_kernels",),  # the names that users import

@@ -10,11 +10,19 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import numpy
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    if triton.knobs.runtime.interpret:
+        import numpy  # noqa: F401 Triton's interpreter imports it at the first kernel
+except ModuleNotFoundError as error:
+    if error.name == "triton":
+        raise  # backends.load has the message for this
+    raise ImportError(f"Triton is installed, but needs the package {error.name}, which is not: install it") from error
 
 from moe_kernels.sizes import aligned
 
@@ -43,6 +51,8 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
 
 def _interpreter_fails() -> str | None:
     """Why Triton's interpreter fails, or None. Before 3.7 it uses arrays as loop bounds, which numpy 2.4 refuses."""
+    import numpy  # only the interpreter needs it
+
     if _release(triton.__version__) >= (3, 7) or _release(numpy.__version__) < (2, 4):
         return None
     return f"the interpreter of Triton {triton.__version__} takes numpy below 2.4, not {numpy.__version__}"
