@@ -281,8 +281,9 @@ class GlobalPolicy:
 
     Use it for expert choice or priority routing over the global batch (Zhou et al. 2022; the sparse ViT), or for a
     capacity that all ranks share. Two all-gathers exchange the gate's weights and experts, T K elements of each from a
-    rank; then every rank computes the whole plan. All ranks must have the same number of tokens. The plan's `requested`
-    and `dropped` count the requests of all ranks.
+    rank; then every rank computes the whole plan. All ranks must have the same number of tokens: else all raise
+    ValueError, on CPUs outside torch.compile, where another all-gather compares the numbers. The plan's `requested` and
+    `dropped` count the requests of all ranks.
 
     Gradients flow only to the weights of this rank's tokens, since a token's weight depends on its own logits only and
     the choice of tokens has no gradient. An expert's rows are in the order of tokens. One process orders them otherwise
@@ -300,6 +301,8 @@ class GlobalPolicy:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         tokens = gate.weights.shape[0]
+        if not torch.compiler.is_compiling():
+            self._check_tokens(tokens)
         own = slice(self.mesh.get_local_rank() * tokens, (self.mesh.get_local_rank() + 1) * tokens)
         weights, experts = (
             DTensor.from_local(each.detach(), self.mesh, [Shard(0)]).full_tensor()
@@ -312,6 +315,18 @@ class GlobalPolicy:
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
+
+    def _check_tokens(self, tokens: int) -> None:
+        """Raises on all ranks, or on none, if their numbers of tokens differ. On a GPU the host would have to wait."""
+        own = torch.tensor([tokens], device=self.mesh.device_type)
+        if isinstance(own, FakeTensor) or not own.is_cpu:
+            return
+        found = DTensor.from_local(own, self.mesh, [Shard(0)]).full_tensor().tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"GlobalPolicy: all ranks need the same number of tokens, got {found}, in the order of ranks; drop or "
+                "pad the last batch"
+            )
 
     def __repr__(self) -> str:
         return f"GlobalPolicy({self.policy})"

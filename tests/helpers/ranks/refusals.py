@@ -111,6 +111,17 @@ def norms_of_uneven_batches_with_a_capacity() -> None:
             torch.testing.assert_close(experts.norms(tokens()[:count]), expected[:count], rtol=1e-5, atol=1e-6)
 
 
+def a_global_policy_of_uneven_batches() -> None:
+    """It is refused on all ranks, and all of them can go on with equal batches."""
+    ranks, mesh = dist.get_world_size(), mesh_of_all()["ep"]
+    policy = GlobalPolicy(mnn.policies.TokenChoice(1.0), mesh)
+    layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H), policy)
+    counts = [T] * (ranks - 1) + [T - 1]
+    message = rf"GlobalPolicy: all ranks need the same number of tokens, got \[{str(counts)[1:-1]}\]"
+    raises(ValueError, message, lambda: layer(tokens(counts[dist.get_rank()])))
+    assert layer(tokens()).y.isfinite().all()
+
+
 def unsharded_methods() -> None:
     """A direct call of `norms` needs register_fsdp_forward_method if fully_shard was applied to the experts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
