@@ -193,7 +193,7 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert "| kwta | cpu | float32 | 1 thread | R=4 N=10 p=0.5 | R=4 N=1000 p=0.5 |" in text
     html = (tmp_path / "report.html").read_text()
     assert re.findall(r'<img src="data:image/png;base64,iVBORw0KGgo[^"]+" alt="(\w+)"', html) == [
-        "roofline", "peers", "scaling", "load",
+        "roofline", "peers", "scaling",
     ]  # fmt: skip
     assert sorted(each.suffix for each in tmp_path.iterdir()) == [".html", ".json", ".md"]
     assert "<td>R=4 N=100 p=0.5</td>" in html

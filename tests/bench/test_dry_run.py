@@ -114,6 +114,8 @@ def test_what_a_run_knew_when_it_was_cut_off_reads_back(tmp_path: Path, how: sig
         time.sleep(random.random())
         run.send_signal(how)
         printed, _ = run.communicate(timeout=60)
+    if run.returncode == 0:
+        pytest.skip("the run had ended before the signal came: a busy machine writes results late")
     assert run.returncode == (-how if how == signal.SIGKILL else 130), printed
     (result,) = written(tmp_path)
     assert len(result["entries"]) >= enough
