@@ -33,12 +33,12 @@ HELD = 4  # the layer's tensors, their gradients and what kernels keep, in units
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: sizes, dtype, routing, capacity factor (None: nothing is dropped), device, backend, threads."""
+    """What is measured. backend: None for the automatic choice. factor: of the capacity; None: nothing is dropped."""
 
     sizes: Sizes
     dtype: torch.dtype
     device: str
-    backends: tuple[str, ...]
+    backend: str | None = None
     routing: str = "uniform"
     factor: float | None = None
     threads: int = 1
@@ -65,7 +65,7 @@ class Setting:
     def bytes(self) -> int:
         """About the most memory that measuring takes."""
         each = self.sizes
-        wide = (1 + each.activation.startswith(("swiglu", "geglu"))) * each.hidden
+        wide = (2 if each.activation in HALVING else 1) * each.hidden
         weights = each.experts * each.dim * (wide + each.hidden)
         rows = self.num_rows * (wide + each.hidden + 2 * each.dim)
         return HELD * (weights + rows) * self.dtype.itemsize
@@ -163,7 +163,7 @@ def _step(
     return Entry(
         shapes={},
         inputs=lambda *_: _inputs(setting, names, leaves),
-        kernel=lambda backend: through_autograd(partial(forward, backend=backend), leaves, grad),
+        kernel=lambda _: through_autograd(partial(forward, backend=setting.backend), leaves, grad),
         peers={name: through_autograd(peer, leaves, grad) for name, peer in peers.items()},
         least_bytes=lambda shape, dtype, direction: least[direction],
         directions=DIRECTIONS if leaves else ("forward",),
@@ -182,21 +182,21 @@ def steps(setting: Setting) -> dict[str, Entry]:
     products = PRODUCTS.items()
     step = partial(_step, setting)
 
-    def gate(inputs: Inputs, backend: str) -> Tensor:
+    def gate(inputs: Inputs, backend: str | None) -> Tensor:
         return topk_gate(inputs["logits"], k, order=sizes.order, backend=backend)[0].to(setting.dtype)
 
-    def planned(inputs: Inputs, backend: str) -> Any:
+    def planned(inputs: Inputs, backend: str | None) -> Any:
         made = make_plan(inputs["experts"], experts, capacity=setting.capacity, backend=backend)
         return made.expert_offsets, made.row_token, made.slot_row
 
-    def first(inputs: Inputs, backend: str) -> Tensor:
+    def first(inputs: Inputs, backend: str | None) -> Tensor:
         given = {"activation": act, "row_token": inputs["plan"].row_token, "backend": backend}
         return grouped_gemm(inputs["x"], inputs["w_in"], inputs["plan"].expert_offsets, **given)
 
-    def second(inputs: Inputs, backend: str) -> Tensor:
+    def second(inputs: Inputs, backend: str | None) -> Tensor:
         return grouped_gemm(inputs["hidden"], inputs["w_out"], inputs["plan"].expert_offsets, backend=backend)
 
-    def mlp(inputs: Inputs, backend: str) -> Tensor:
+    def mlp(inputs: Inputs, backend: str | None) -> Tensor:
         given = inputs["plan"], inputs["w_in"], inputs["w_out"]
         return expert_mlp(inputs["x"], *given, weights=inputs["weights"], activation=act, backend=backend)
 
@@ -272,7 +272,7 @@ def module(setting: Setting) -> MoE:
     """The layer; its router's bias makes the routing that the setting names, over logits of about unit variance."""
     each, device = setting.sizes, setting.device
     torch.manual_seed(0)
-    options: dict[str, Any] = {"device": device, "dtype": setting.dtype, "backend": setting.backends[0]}
+    options: dict[str, Any] = {"device": device, "dtype": setting.dtype, "backend": setting.backend}
     gate = TopKGate(each.dim, each.experts, each.k, order=each.order, **options)
     experts = ExpertMLP(each.experts, each.dim, each.hidden, activation=each.activation, bias=each.bias, **options)
     with torch.no_grad():
@@ -304,7 +304,7 @@ def _layer(setting: Setting, read: int, written: int) -> Entry:
         for name, peer in LAYERS.items()
     }
     base = _step(setting, lambda inputs, backend: None, ("x",), "grad", read, written, {})
-    return replace(base, kernel=lambda backend: calls(lambda layer, x: layer(x)), peers=peers)
+    return replace(base, kernel=lambda _: calls(lambda layer, x: layer(x)), peers=peers)
 
 
 def run(setting: Setting, limits: measure.Ceilings, seconds: float, gpus: Iterable[predict.Gpu]) -> Iterator[Row]:
@@ -322,7 +322,8 @@ def run(setting: Setting, limits: measure.Ceilings, seconds: float, gpus: Iterab
 
 
 def jobs(setting: Setting) -> list[LayerJob]:
-    where: dict[str, Any] = {name: getattr(setting, name) for name in ("device", "threads", "backends")}
+    where: dict[str, Any] = {"device": setting.device, "threads": setting.threads}
+    where["backends"] = (setting.backend or "automatic",)
     return [
         LayerJob(name, setting.shape, setting.dtype, direction, **where, setting=setting)
         for direction in DIRECTIONS
@@ -343,7 +344,7 @@ def flops(setting: Setting, step: str, direction: str) -> int:
 
     with _fake_mode(), FlopCounterMode(display=False) as counter:
         each = steps(replace(setting, fake=True))[step]
-        each.kernel(setting.backends[0])[direction](each.inputs(setting.shape, setting.dtype, setting.device))
+        each.kernel("")[direction](each.inputs(setting.shape, setting.dtype, setting.device))
     return int(counter.get_total_flops())
 
 

@@ -44,7 +44,7 @@ def layer_command(
     capacity: Annotated[float | None, typer.Option(min=0, help="Capacity factor. Default: nothing is dropped.")] = None,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "uniform",
     router: Annotated[str | None, typer.Option(help=", ".join(ORDERS))] = None,
-    backend: Annotated[str | None, typer.Option(help=f"{', '.join(KERNELS)}. Default: as the layer chooses.")] = None,
+    backend: Annotated[str | None, typer.Option(help=f"{', '.join(KERNELS)}. Default: the automatic choice.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's number.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Sampling time of each line.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="A folder for layer.json and the roofline, layer.png.")] = None,
@@ -108,12 +108,10 @@ def _setting(
             raise typer.BadParameter(f"{option} must be one of {', '.join(filter(None, known))}; got {value!r}")
     if sizes.k > sizes.experts:
         raise typer.BadParameter(f"--k must be at most --experts = {sizes.experts}; got {sizes.k}")
-    backends = [name for name in ([backend] if backend else KERNELS) if _runs(name, device, dtype)]
-    if not backends:
+    if backend and not _runs(backend, device, dtype):
         raise typer.BadParameter(f"--backend {backend} cannot run here; python -m moe_kernels info says why")
     count = 1 if device == "cuda" else threads or torch.get_num_threads()
-    chosen = tuple(backends[:1]) if device == "cpu" else tuple(backends)
-    return layer.Setting(sizes, getattr(torch, dtype), device, chosen, routing, capacity, count)
+    return layer.Setting(sizes, getattr(torch, dtype), device, backend, routing, capacity, count)
 
 
 def _runs(backend: str, device: str, dtype: str) -> bool:

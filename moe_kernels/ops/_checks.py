@@ -242,12 +242,6 @@ def flags(op: str, name: str, values: Sequence[bool], count: int) -> None:
         raise ValueError(f"{op}: {name} must hold {count} bools, one for each gradient; got {len(values)}")
 
 
-def absent(op: str, name: str, tensor: Tensor | None, other: str) -> None:
-    """Raises unless `tensor` is None, as it must be where `other` says."""
-    if tensor is not None:
-        raise ValueError(f"{op}: {name} must be None {other}, got shape {tuple(tensor.shape)}")
-
-
 def check_arrays(op: str, like: Tensor, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
     """Raises unless the arrays of a plan are int32, (T, K), (num_rows,) and (E + 1,), on the device of `like`."""
     tokens, k = shape_of(op, "slot_row", slot_row, 2)

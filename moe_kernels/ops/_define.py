@@ -142,9 +142,5 @@ def define_check(schema: str, refuse: Callable[..., None], check: Callable[..., 
     define(schema + " -> ()", refuse, lambda *args: None, no_flops, check=check)
 
 
-def no_check(op: str, *args: Any) -> None:
-    """The `check` of an operator that passes its tensors to torch alone."""
-
-
 def no_flops(*args, **kwargs) -> int:
     return 0

@@ -21,7 +21,7 @@ SMALL = Sizes(tokens=24, dim=16, hidden=32, experts=4, k=2)
 def setting(**changes) -> layer.Setting:
     sizes = replace(SMALL, **{name: value for name, value in changes.items() if hasattr(SMALL, name)})
     rest = {name: value for name, value in changes.items() if not hasattr(SMALL, name)}
-    return layer.Setting(sizes, torch.float32, "cpu", ("cpu",), **rest)
+    return layer.Setting(sizes, torch.float32, "cpu", "cpu", **rest)
 
 
 @pytest.mark.parametrize("peer", LAYERS)
