@@ -108,6 +108,20 @@ def refuse_bad_choices(op: str, experts: Tensor, num_experts: int) -> None:
         refuse_outside(f"{op}: experts", experts, 0, num_experts)
 
 
+def refuse_bad_forced(forced: Tensor, num_experts: int) -> None:
+    """Raises ValueError for forced experts outside [-1, E) or twice in a row. Does nothing unless is_checked."""
+    if not is_checked(forced):
+        return
+    refuse_outside("topk_gate: forced", forced, -1, num_experts, "free")
+    ordered = forced.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    if twice.any():
+        row = int(twice.nonzero()[0])
+        raise ValueError(
+            f"topk_gate: forced must name no expert twice in a row; got {forced[row].tolist()} in row {row}"
+        )
+
+
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
     """Raises ValueError if row_token or slot_row has a value out of range, if expert_offsets does not rise from 0 to at
     most R, or if slot_row does not name each row in use once, at its token in row_token. For expert_mlp

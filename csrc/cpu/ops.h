@@ -48,11 +48,13 @@
                 int threads);                                                                                         \
   void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, \
                 int64_t n, int threads);                                                                              \
-  void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,   \
-                     int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first,       \
-                     int threads);                                                                                    \
-  int topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,    \
-                     int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads);     \
+  int topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,    \
+                    int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int rule,                 \
+                    const void* bias, int64_t num_groups, int64_t kept_groups, int renormalise, double scale,         \
+                    const void* forced, int forced_size, int threads);                                                \
+  int topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,     \
+                    int64_t stride, void* dlogits, void* scratch, int64_t scratch_stride, int64_t tokens,             \
+                    int64_t num_experts, int64_t k, int rule, int renormalise, double scale, int threads);            \
   int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,       \
                     int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,              \
                     int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,                   \

@@ -43,26 +43,36 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
-// The experts of each token's k largest logits, in descending order, and their softmax weights. NaN is larger than
-// +inf. Of equal logits that of the lower expert index comes first.
+// The experts of each token's k largest keys, in descending order, and their weights. NaN is larger than +inf. Of equal
+// keys that of the lower expert index comes first. ops/topk_gate.py has the formulas.
 cudaError_t topk_gate_fwd(int dtype,
                           const void* logits,  // (T, E), last dimension contiguous
                           int64_t stride,
                           void* weights,       // (T, K) float32
                           int32_t* experts,    // (T, K)
-                          void* scratch, int64_t scratch_stride,  // not used
+                          void* scratch,       // (T, E + num_groups) int32 if E > 256, unless only rule is given
+                          int64_t scratch_stride,  // not used
                           int64_t tokens, int64_t num_experts, int64_t k,
-                          int softmax_first,  // the softmax is over all experts; else over the k chosen ones
+                          int rule,  // softmax over the k chosen logits (0) or over all experts (1), or sigmoid (2)
+                          const float* bias,       // (E), or nullptr
+                          int64_t num_groups, int64_t kept_groups,  // 0, 0: no groups
+                          int renormalise, double scale,
+                          const void* forced,  // (T, K), or nullptr
+                          int forced_size,     // bytes of an element of forced: 2, 4 or 8
                           cudaStream_t stream);
 
+// rule: -1 if the weights are those of rule 0 (logits is nullptr) or 1, neither renormalised nor scaled, and chosen by
+// logits. Otherwise weights is not read.
 cudaError_t topk_gate_bwd(int dtype,
                           const void* grad,        // (T, K) float32
                           const void* weights,     // (T, K) float32
-                          const int32_t* experts,  // (T, K)
-                          const void* logits,      // (T, E) if softmax_first, else nullptr
+                          const int32_t* experts,  // (T, K), from 0 to E - 1
+                          const void* logits,      // (T, E), or nullptr
                           int64_t stride,
                           void* dlogits,           // (T, E) contiguous
-                          int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
+                          void* scratch, int64_t scratch_stride,  // not used
+                          int64_t tokens, int64_t num_experts, int64_t k, int rule, int renormalise, double scale,
+                          cudaStream_t stream);
 
 // The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests,
 // in visiting order.

@@ -4,201 +4,17 @@
 #include <type_traits>
 
 #include "moe/common/dtypes.h"
-#include "moe/cuda/keys.cuh"
 #include "moe/cuda/launch.cuh"
-#include "moe/cuda/recompute.cuh"
-#include "moe/cuda/rows.cuh"
-#include "moe/cuda/warp.cuh"
 #include "ops.h"
+#include "topk_gate_choices.cuh"
+#include "topk_gate_scored.cuh"
 
 namespace moe {
 namespace {
 
-constexpr int kTokens = 4;  // tokens of a block, a warp for each
-
-// The rank of a logit: an integer, larger for a larger logit. -0 and +0 have the same rank; all NaNs have the highest.
-template <class T>
-struct Logit {
-  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
-  static constexpr uint32_t kSign = Key<T>::kZero;
-  static constexpr int32_t kInfinity = static_cast<int32_t>(Key<T>::kNaN - kSign - 1);
-  static constexpr uint32_t kMinusInfinity = kSign + kInfinity;
-
-  __device__ static int32_t rank(uint32_t bits) {
-    const int32_t sign = static_cast<int32_t>(bits << (32 - 8 * sizeof(T))) >> 31;
-    const int32_t magnitude = static_cast<int32_t>(bits & (kSign - 1));
-    return magnitude > kInfinity ? kInfinity + 1 : (magnitude ^ sign) - sign;
-  }
-  __device__ static float value(int32_t rank) {
-    const int32_t sign = rank >> 31;
-    return Key<T>::value(static_cast<uint32_t>((rank ^ sign) - sign) | (static_cast<uint32_t>(sign) & kSign));
-  }
-};
-constexpr int32_t kLowest = INT32_MIN;  // below all ranks, and below all keys of Packed
-
-// The ranks of a row. A lane has SLOTS neighbouring experts if SLOTS is 4 or 8, else every 32nd expert. With SLOTS > 0
-// ranks stay in registers; with SLOTS = 0 each choice reads the logits again. Experts past the end of the row have
-// the rank of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
-struct Ranks {
-  using Bits = typename Logit<T>::Bits;
-  static constexpr bool kNeighbours = SLOTS == 4 || SLOTS == 8;
-  using Four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
-
-  const Bits* logits;  // from this lane's first logit on
-  int num_experts, lane;
-  int32_t resident[SLOTS ? SLOTS : 1];
-
-  // vectorized: four neighbouring logits may be read as one vector.
-  __device__ Ranks(const Bits* logits, int num_experts, int lane, bool vectorized)
-      : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
-    if constexpr (kNeighbours) {
-      if (vectorized) {
-#pragma unroll
-        for (int first = 0; first < SLOTS; first += 4) read_four(first);
-        return;
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) resident[s] = read(s);
-  }
-  __device__ int slots() const { return SLOTS ? SLOTS : (num_experts + kWarpSize - 1) / kWarpSize; }
-  __device__ int expert(int slot) const { return kNeighbours ? SLOTS * lane + slot : slot * kWarpSize + lane; }
-  __device__ int32_t operator[](int slot) const {
-    if constexpr (SLOTS > 0) return resident[slot];
-    return read(slot);
-  }
-
- private:
-  __device__ void read_four(int first) {
-    constexpr uint32_t kPast = sizeof(T) == 4 ? Logit<T>::kMinusInfinity : Logit<T>::kMinusInfinity * 0x10001u;
-    uint32_t words[sizeof(T)];
-#pragma unroll
-    for (int w = 0; w < static_cast<int>(sizeof(T)); w++) words[w] = kPast;
-    if (expert(first) < num_experts) {
-      const Four four = load(reinterpret_cast<const Four*>(logits + first));
-      words[0] = four.x, words[1] = four.y;
-      if constexpr (sizeof(T) == 4) words[2] = four.z, words[3] = four.w;
-    }
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-      const uint32_t bits = sizeof(T) == 4 ? words[s] : words[s / 2] >> s % 2 * 16 & 0xffffu;
-      resident[first + s] = Logit<T>::rank(bits);
-    }
-  }
-  __device__ int32_t read(int slot) const {
-    const bool inside = expert(slot) < num_experts;
-    return Logit<T>::rank(inside ? load(logits + slot * (kNeighbours ? 1 : kWarpSize)) : Logit<T>::kMinusInfinity);
-  }
-};
-
-struct alignas(8) Choice {
-  int32_t rank;
-  int expert;
-};
-
-// Packed, Sorted and Searched give the choices of a row, best first: next() writes the next choice as a Kept, which
-// choice() decodes. In Packed and Sorted each lane sorts its own logits into a list, best first. next() takes the best
-// head of the 32 lists, and removes this head from its list.
-//
-// Packed is for 16-bit logits. The key of a logit has its rank in the upper half and 0xffff - expert in the lower half,
-// so no two logits of a row have equal keys.
-template <class T, int SLOTS>
-struct Packed {
-  using Kept = int32_t;
-  struct Shared {};
-  int32_t keys[SLOTS];
-
-  __device__ Packed(const Ranks<T, SLOTS>& ranks, Shared&) {
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-      keys[s] = static_cast<int32_t>(static_cast<uint32_t>(ranks[s]) << 16 | (0xffffu - ranks.expert(s)));
-#pragma unroll
-      for (int t = s; t > 0; t--) {
-        const int32_t upper = max(keys[t - 1], keys[t]);
-        keys[t] = min(keys[t - 1], keys[t]), keys[t - 1] = upper;
-      }
-    }
-  }
-  __device__ void next(Kept* kept) {
-    const bool taken = keys[0] == __reduce_max_sync(kAllLanes, keys[0]);
-    if (taken) *kept = keys[0];
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) keys[s] = taken ? (s + 1 < SLOTS ? keys[s + 1] : kLowest) : keys[s];
-  }
-  __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
-};
-
-// For 32-bit logits. Of heads with equal ranks, next() takes that of the lowest lane.
-template <class T, int SLOTS>
-struct Sorted {
-  using Kept = Choice;
-  struct Shared {
-    Choice lists[kWarpSize][SLOTS];  // the list without its head, then kLowest
-  };
-  Choice head;
-  const Choice* rest;
-  uint32_t here, lanes_to_here;
-
-  __device__ Sorted(const Ranks<T, SLOTS>& ranks, Shared& shared) : rest(shared.lists[ranks.lane]) {
-    Choice sorted[SLOTS];
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-      sorted[s] = {ranks[s], ranks.expert(s)};
-#pragma unroll
-      for (int t = s; t > 0; t--) {  // equal ranks are not swapped, so they stay in the order of experts
-        const Choice upper = sorted[t - 1], lower = sorted[t];
-        const bool swap = lower.rank > upper.rank;
-        sorted[t - 1] = {max(upper.rank, lower.rank), swap ? lower.expert : upper.expert};
-        sorted[t] = {min(upper.rank, lower.rank), swap ? upper.expert : lower.expert};
-      }
-    }
-    head = sorted[0];
-    Choice* list = shared.lists[ranks.lane];
-#pragma unroll
-    for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
-    list[SLOTS - 1] = {kLowest, 0};
-    here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
-    recompute(here), recompute(lanes_to_here);
-  }
-  __device__ void next(Kept* kept) {
-    const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
-    if ((highest & lanes_to_here) != here) return;
-    *kept = head;
-    head = *rest++;
-  }
-  __device__ static Choice choice(Kept kept) { return kept; }
-};
-
-// For more than 8 logits a lane: next() searches all logits for the best one that comes after the previous choice.
-template <class T, int SLOTS>
-struct Searched {
-  using Kept = Choice;
-  struct Shared {};
-  const Ranks<T, SLOTS>& ranks;
-  Choice last{INT32_MAX, 0};
-
-  __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
-  __device__ void next(Kept* kept) {
-    Choice best{kLowest, 0};  // the loop leaves `lane` out of best.expert
-    const int last_expert = last.expert - ranks.lane;
-#pragma unroll
-    for (int s = 0; s < ranks.slots(); s++) {
-      const int32_t rank = ranks[s];
-      const bool below = rank < last.rank || (rank == last.rank && s * kWarpSize > last_expert);
-      if (below && rank > best.rank) best = {rank, s * kWarpSize};
-    }
-    best.expert += ranks.lane;
-    const int32_t highest = __reduce_max_sync(kAllLanes, best.rank);
-    last = {highest, __reduce_min_sync(kAllLanes, best.rank == highest ? best.expert : INT32_MAX)};
-    if (best.expert == last.expert) *kept = last;
-  }
-  __device__ static Choice choice(Kept kept) { return kept; }
-};
-
-template <class T, int SLOTS>
-using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
-                                   std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
+using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<Ranks<T, SLOTS>, SLOTS>,
+                                   std::conditional_t<sizeof(T) == 2, Packed<Ranks<T, SLOTS>, SLOTS>, Sorted<Ranks<T, SLOTS>, SLOTS>>>;
 
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
@@ -217,23 +33,13 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // calls of next() in a pass of the loop
   List choices(ranks, shared[warp]);
   typename List::Kept* const kept = found[warp];  // 32 choices at a time: lane i computes the weight of choice i
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
     const int count = min(left, kWarpSize);
-    typename List::Kept* to = kept;
-    int more = count;
-    recompute(more);
-#pragma unroll 1
-    for (; more >= kUnrolled; more -= kUnrolled, to += kUnrolled) {
-#pragma unroll
-      for (int i = 0; i < kUnrolled; i++) choices.next(to + i);
-    }
-#pragma unroll 1
-    for (; more > 0; more--) choices.next(to++);
+    take(choices, kept, count);
     __syncwarp();
     if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // NaN if any logit is NaN
     if (lane < count) {
@@ -293,7 +99,7 @@ dim3 blocks(int64_t tokens) { return dim3(static_cast<unsigned>((tokens + kToken
 
 template <class T>
 cudaError_t launch_gate(const void* logits, int64_t stride, void* weights, int32_t* experts, int64_t tokens,
-                        int64_t num_experts, int64_t k, int softmax_first, cudaStream_t stream) {
+                        int64_t num_experts, int64_t k, bool softmax_first, cudaStream_t stream) {
   const auto kernel = num_experts <= 4 * kWarpSize    ? topk_gate_kernel<T, 4>
                       : num_experts <= 8 * kWarpSize  ? topk_gate_kernel<T, 8>
                       : num_experts <= 32 * kWarpSize ? topk_gate_kernel<T, 32>
@@ -302,7 +108,21 @@ cudaError_t launch_gate(const void* logits, int64_t stride, void* weights, int32
   const bool vectorized = rows_divide(4 * size, num_experts * size, {stride * size}, {logits});
   return launch(kernel, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const typename Logit<T>::Bits*>(logits), stride, static_cast<float*>(weights), experts,
-                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0, vectorized);
+                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first, vectorized);
+}
+
+template <class T>
+cudaError_t launch_scored(const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,
+                          int64_t tokens, int64_t num_experts, int64_t k, const Scored& scored, cudaStream_t stream) {
+  const auto kernel = num_experts <= 4 * kWarpSize   ? topk_gate_scored_kernel<T, 4>
+                      : num_experts <= 8 * kWarpSize ? topk_gate_scored_kernel<T, 8>
+                                                     : topk_gate_scored_kernel<T, 0>;
+  const int64_t size = sizeof(T);
+  const bool vectorized = rows_divide(4 * size, num_experts * size, {stride * size}, {logits}) &&
+                          is_aligned(scored.bias, sizeof(float4));
+  return launch(kernel, blocks(tokens), kTokens * kWarpSize, 0, stream, static_cast<const T*>(logits), stride,
+                static_cast<float*>(weights), experts, static_cast<int32_t*>(scratch), tokens,
+                static_cast<int>(num_experts), static_cast<int>(k), vectorized, scored);
 }
 
 template <class T>
@@ -315,6 +135,16 @@ cudaError_t launch_gate_bwd(const void* grad, const void* weights, const int32_t
                 static_cast<int>(num_experts), static_cast<int>(k));
 }
 
+template <class T>
+cudaError_t launch_scored_bwd(const void* grad, const int32_t* experts, const void* logits, int64_t stride,
+                              void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int rule,
+                              bool renormalise, float scale, cudaStream_t stream) {
+  return launch(topk_gate_scored_bwd_kernel<T>, blocks(tokens), kTokens * kWarpSize, 0, stream,
+                static_cast<const float*>(grad), experts, static_cast<const T*>(logits), stride,
+                static_cast<T*>(dlogits), tokens, static_cast<int>(num_experts), static_cast<int>(k), rule,
+                renormalise, scale);
+}
+
 bool plausible(int64_t tokens, int64_t num_experts, int64_t k) {
   return tokens >= 0 && tokens <= INT32_MAX && k >= 0 && k <= num_experts && num_experts <= kMaxRow;
 }
@@ -322,24 +152,41 @@ bool plausible(int64_t tokens, int64_t num_experts, int64_t k) {
 }  // namespace
 
 cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts,
-                          void* /*scratch*/, int64_t /*scratch_stride*/, int64_t tokens, int64_t num_experts, int64_t k,
-                          int softmax_first, cudaStream_t stream) {
+                          void* scratch, int64_t /*scratch_stride*/, int64_t tokens, int64_t num_experts, int64_t k,
+                          int rule, const float* bias, int64_t num_groups, int64_t kept_groups, int renormalise,
+                          double scale, const void* forced, int forced_size, cudaStream_t stream) {
+  const bool grouped = num_groups > 0;
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
+  if (grouped && (num_experts % num_groups != 0 || kept_groups * (num_experts / num_groups) < k))
+    return cudaErrorInvalidValue;
   if (tokens == 0 || k == 0) return cudaSuccess;
+  const bool plain = rule != kSigmoid && bias == nullptr && !grouped && !renormalise && scale == 1 && forced == nullptr;
+  if (!plain && num_experts > 8 * kWarpSize && scratch == nullptr) return cudaErrorInvalidValue;
+  const int64_t slots = num_experts <= 4 * kWarpSize ? 4 : 8, size = grouped ? num_experts / num_groups : 0;
+  const bool by_lanes = size % slots == 0 && (size / slots & (size / slots - 1)) == 0;
+  const Scored scored{rule, bias, static_cast<int>(num_groups), static_cast<int>(kept_groups),
+                      static_cast<int>(by_lanes ? size / slots : 0), renormalise != 0, static_cast<float>(scale),
+                      forced, forced_size};
   return with_element(dtype, [&](auto element) {
-    return launch_gate<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first,
-                                          stream);
+    using T = decltype(element);
+    if (plain)
+      return launch_gate<T>(logits, stride, weights, experts, tokens, num_experts, k, rule == kSoftmaxTopK, stream);
+    return launch_scored<T>(logits, stride, weights, experts, scratch, tokens, num_experts, k, scored, stream);
   });
 }
 
 cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
-                          int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts,
-                          int64_t k, cudaStream_t stream) {
+                          int64_t stride, void* dlogits, void* /*scratch*/, int64_t /*scratch_stride*/, int64_t tokens,
+                          int64_t num_experts, int64_t k, int rule, int renormalise, double scale,
+                          cudaStream_t stream) {
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || num_experts == 0) return cudaSuccess;
   return with_element(dtype, [&](auto element) {
-    return launch_gate_bwd<decltype(element)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts,
-                                        k, stream);
+    using T = decltype(element);
+    if (rule < 0)
+      return launch_gate_bwd<T>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts, k, stream);
+    return launch_scored_bwd<T>(grad, experts, logits, stride, dlogits, tokens, num_experts, k, rule,
+                                renormalise != 0, static_cast<float>(scale), stream);
   });
 }
 

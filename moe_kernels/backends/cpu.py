@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_kernels.backends import _addresses
 from moe_kernels.backends.native import bind
+from moe_kernels.sizes import words
 
 try:
     module: Any = import_module("moe_kernels._cpu")  # the error of a "from" import would name a path
@@ -41,6 +42,16 @@ pointer = partial(_addresses.pointer, device_type)
 def chunks(elements: int) -> int:
     """Number of threads for so many elements. Each thread needs a scratch buffer."""
     return 1 if elements < _SERIAL else torch.get_num_threads()
+
+
+def gate_scratch(logits: Tensor, scored: bool, num_groups: int) -> tuple[Tensor, int]:
+    """Scratch for topk_gate, (threads, bytes), and its bytes for each thread.
+
+    For each expert, padded to a multiple of 32: a float64 logit, an integer key of 8 bytes and an index of 4; with
+    scored choices also a group's key and an index. Backward needs room for the logits and two numbers for each choice.
+    """
+    stride = (32 if scored else 24) * 32 * words(logits.shape[1])
+    return logits.new_empty((chunks(logits.numel()), stride), dtype=torch.uint8), stride
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

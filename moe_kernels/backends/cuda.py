@@ -39,6 +39,15 @@ def chunks(elements: int) -> int:
     return 0
 
 
+def gate_scratch(logits: Tensor, scored: bool, num_groups: int) -> tuple[Tensor | None, int]:
+    """Scratch for the keys of topk_gate's experts and groups, (T, E + num_groups), and 0; None where a warp's
+    registers hold them."""
+    num_tokens, num_experts = logits.shape
+    if not scored or num_experts <= 256:
+        return None, 0
+    return logits.new_empty((num_tokens, 4 * (num_experts + num_groups)), dtype=torch.uint8), 0
+
+
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for make_plan: how often each chunk of choices names each expert, (chunks, E).
 

@@ -22,6 +22,7 @@ HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
 INDEX = (torch.int32, torch.int64)
 INT32_MAX = 2**31 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
@@ -230,6 +231,12 @@ def integer(op: str, name: str, value: int, low: int, high: int = INT32_MAX) -> 
 def positive(op: str, name: str, value: float) -> None:
     if not 0 < value < inf:
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {value}")
+
+
+def finite(op: str, name: str, value: float) -> None:
+    """Raises unless `value` is finite in float32, in which kernels multiply by it."""
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{op}: {name} must be finite in float32, got {value}")
 
 
 def one_of(op: str, name: str, value: str, choices: Iterable[str]) -> None:

@@ -135,7 +135,7 @@ def _perturbed_outputs(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[s
         if seed == 0:
             return torch.where(x.abs() < least, 0, x)
         up, down = (2 * torch.rand(2, *x.shape, dtype=torch.float64, generator=generator) - 1).unbind()
-        return (x.double() * (1 + 2 * eps * up) + least * down).to(dtype)
+        return (x.double() * (1 + 2 * eps * up) + least * down).to(x.dtype)
 
     inputs, run = _each(OPERATIONS[spec["op"]].build(spec), moved), _verified(spec).run
     return run(_wide(inputs), "reference"), run(inputs, "reference")

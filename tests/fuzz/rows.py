@@ -32,22 +32,51 @@ def _build_kwta(spec: Spec) -> Inputs:
     return tensors | {"k": spec["k"], "ties": spec["ties"]}
 
 
+# Of each expert. Sums of two of them differ, so that scores of groups tie by rounding nearly never.
+BIASES = torch.randn(130, generator=torch.Generator().manual_seed(0)) / 2
+
+
 def _draw_topk(draw: random.Random) -> Spec:
-    experts = size(draw, 130, 1)
-    spec = {"tokens": size(draw, 40), "experts": experts, "k": draw.randint(1, min(experts, 16))}
-    spec |= {"order": draw.choice(ORDERS), "noise": draw.random() < 0.3}
-    spec |= {"scale": draw.choice((1.0, 1.0, 30.0, 1e3, 1e5))}
+    groups, by_score = draw.choice((1, 1, 2, 4, 8)), draw.random() < 0.4
+    experts = groups * size(draw, 130 // groups, 1)
+    spec = {"tokens": size(draw, 40), "experts": experts, "groups": groups if by_score else 0}
+    spec |= {"best": draw.randint(1, groups), "bias": by_score and draw.random() < 0.7}
+    spec |= {"k": draw.randint(1, min(experts // groups * spec["best"], 16))}
+    spec |= {"order": draw.choice(ORDERS), "scores": draw.choice(("softmax", "softmax", "sigmoid"))}
+    spec |= {"noise": not by_score and draw.random() < 0.3, "renormalise": draw.random() < 0.3}
+    spec |= {"forced": draw.choice((0.0, 0.0, 0.5, 1.0)), "factor": draw.choice((1.0, 1.0, 2.5))}
+    spec |= {"scale": 1.0 if by_score else draw.choice((1.0, 1.0, 30.0, 1e3, 1e5))}
     return spec | describe(draw, "logits", "noise", "grad", kinds=FINITE)
 
 
 def _build_topk(spec: Spec) -> Inputs:
-    shape = spec["tokens"], spec["experts"]
-    noise = make(spec, "noise", *shape) if spec["noise"] else None
-    logits = make(spec, "logits", *shape)
-    if spec["scale"] != 1.0:
+    tokens, experts, k = spec["tokens"], spec["experts"], spec["k"]
+    noise = make(spec, "noise", tokens, experts) if spec["noise"] else None
+    logits = make(spec, "logits", tokens, experts)
+    if spec["groups"]:
+        # Multiples of 1/8, shifted, tie exactly or not nearly: each backend rounds its own exponentials.
+        logits = ((logits.double().clamp(-6, 6) * 8).round() / 8 + 0.037).to(logits.dtype)
+    elif spec["scale"] != 1.0:
         logits = (logits.double() * spec["scale"]).clamp(-6e4, 6e4).to(logits.dtype)
-    grad = make(spec, "grad", spec["tokens"], spec["k"])
-    return {"logits": logits, "noise": noise, "k": spec["k"], "order": spec["order"], "grad": grad}
+    found = {"logits": logits, "noise": noise, "k": k, "grad": make(spec, "grad", tokens, k)}
+    found |= {"scores": spec["scores"], "renormalise": spec["renormalise"], "scale": spec["factor"]}
+    if spec["scores"] == "softmax":
+        found["order"] = spec["order"]
+    generator = torch.Generator().manual_seed(spec["seed"])
+    if spec["bias"]:
+        found["bias"] = BIASES[:experts]
+    if spec["groups"] > 1:
+        found["groups"] = (spec["groups"], spec["best"])
+    if spec["forced"]:
+        chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
+        found["forced"] = chosen.where(torch.rand(tokens, k, generator=generator) < spec["forced"], -1)
+    return found
+
+
+def _fits_topk(spec: Spec) -> bool:
+    groups = max(spec["groups"], 1)
+    room = spec["experts"] // groups * min(spec["best"], groups)
+    return spec["experts"] % groups == 0 and 1 <= spec["best"] <= groups and 1 <= spec["k"] <= room
 
 
 def _draw_tree(draw: random.Random) -> Spec:
@@ -110,7 +139,7 @@ def _has_trees(spec: Spec) -> bool:
 
 OPERATIONS = {
     "kwta": Fuzzed(_draw_kwta, _build_kwta, lambda spec: spec["k"] <= spec["n"], weight=3),
-    "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
+    "topk_gate": Fuzzed(_draw_topk, _build_topk, _fits_topk, weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
         # Other kinds of x and split_weight could give pre-activations so near 0 that rounding decides the branch.

@@ -39,9 +39,13 @@ def of_topk_gate(b: str, device: str) -> Calls:
         weights, experts = operators.topk_gate_fwd(logits.detach(), K, order, b)
         saved = logits if order == "softmax_topk" else None
         given[order] = (leaf(T, K, device=device), weights, experts, saved, E, torch.float32, b)
+    scored = (logits, K, "sigmoid", b, torch.rand(E, device=device), 3, 2, True, 2.5)
+    weights, experts = operators.topk_gate_fwd(logits.detach(), *scored[1:])
+    back = (leaf(T, K, device=device), weights, experts, logits, E, torch.float32, b, "sigmoid", True, 2.5)
     return {
-        "topk_gate_fwd": [(logits, K, order, b) for order in given],
-        "topk_gate_bwd": list(given.values()),
+        "topk_gate_fwd": [*((logits, K, order, b) for order in given), scored, (*scored, experts.long())],
+        "topk_gate_bwd": [*given.values(), back],
+        "refuse_bad_forced": [(experts, E)],
     }
 
 

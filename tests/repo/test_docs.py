@@ -123,7 +123,7 @@ def test_the_links_of_the_files_at_the_root_resolve(name: str) -> None:
 
 def test_formulas_of_docstrings_keep_their_lines(site: Path) -> None:
     text = html.unescape(re.sub(r"<[^>]+>", "", (site / "operations" / "topk_gate.html").read_text()))
-    assert '\n"topk_softmax"   weights = softmax(z restricted to its k largest)\n' in text
+    assert "\nrenormalise        weights = weights / (their sum + 1e-20)\n" in text
 
 
 def _environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.triton import FORMATS, keys_of, launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton._topk_gate_scored import _topk_gate_scored_bwd, _topk_gate_scored_fwd, sorted_fours
 
 TILE = 1024  # logits of a program, padding included; a program with one longer row has more
 LONGEST = 16384  # largest number of experts
@@ -25,26 +26,6 @@ def _blocks(num_experts: int, k: int) -> dict[str, int]:
     tokens = max(TILE // experts, 1)
     choices = max(triton.next_power_of_2(k), 1)
     return {"BLOCK_T": tokens, "BLOCK_E": experts, "BLOCK_K": choices, "num_warps": min(tokens * experts // 256, 16)}
-
-
-@triton.jit
-def _fours(row):
-    """The first, second, third and last elements of all groups of four neighbours."""
-    low, high = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 4, 2, 2)))
-    first, third = tl.split(low)
-    second, last = tl.split(high)
-    return first, second, third, last
-
-
-@triton.jit
-def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, e and next_e stay."""
-    if not PACKED:
-        swap = next_keys > keys
-        upper = tl.where(swap, next_e, e)
-        next_e = tl.where(swap, e, next_e)
-        e = upper
-    return tl.maximum(keys, next_keys), e, tl.minimum(keys, next_keys), next_e
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -68,15 +49,8 @@ def _topk_gate_fwd(
     keys = keys_of(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:
         keys = (keys << 16) | (BLOCK_E - 1 - e)
-    keys0, keys1, keys2, keys3 = _fours(keys)
-    e0, e1, e2, e3 = _fours(tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)))
-    # Sorts each group. Only neighbours are compared, so that equal keys stay ordered by expert.
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
-    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
-    keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
-    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
+    experts = tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E))
+    keys0, keys1, keys2, keys3, e0, e1, e2, e3 = sorted_fours(keys, experts, PACKED)
     chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for choice in range(K):
         best = tl.max(keys0, axis=1)
@@ -159,18 +133,36 @@ def topk_gate_limits(target: str) -> dict[str, int]:
 
 
 @on_device
-def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
+def topk_gate_fwd(
+    logits: Tensor, k: int, order: str, bias: Tensor | None = None, num_groups: int = 0, kept_groups: int = 0,
+    renormalise: bool = False, scale: float = 1.0, forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, k), dtype=torch.float32)
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
-    if weights.numel():
-        _check_experts(num_experts)
-        blocks = _blocks(num_experts, k)
+    if not weights.numel():
+        return weights, experts
+    by_score = bias is not None or num_groups > 0
+    if by_score or order == "sigmoid" or renormalise or scale != 1 or forced is not None:
+        size = num_experts // (num_groups or 1)
+        columns = max(triton.next_power_of_2(size), 4)
+        blocks = _blocks(columns * triton.next_power_of_2(num_groups or 1), k)
+        _check_experts(blocks["BLOCK_E"])
         launch(
-            _topk_gate_fwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
-            logits, patterns(logits), weights, experts, logits.stride(0), num_tokens, num_experts, k,
-            SOFTMAX_FIRST=order == "softmax_topk", INF=FORMATS[logits.dtype][0], **blocks,
+            _topk_gate_scored_fwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
+            logits, bias, forced, weights, experts, logits.stride(0), num_tokens, k, scale,
+            RULE=order, BY_SCORE=by_score, HAS_BIAS=bias is not None, FORCED=forced is not None,
+            RENORMALISE=renormalise, SIZE=size, GROUPS=num_groups or 1, KEPT=kept_groups or 1, BLOCK_S=columns,
+            **blocks,
         )  # fmt: skip
+        return weights, experts
+    _check_experts(num_experts)
+    blocks = _blocks(num_experts, k)
+    launch(
+        _topk_gate_fwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
+        logits, patterns(logits), weights, experts, logits.stride(0), num_tokens, num_experts, k,
+        SOFTMAX_FIRST=order == "softmax_topk", INF=FORMATS[logits.dtype][0], **blocks,
+    )  # fmt: skip
     return weights, experts
 
 
@@ -182,21 +174,34 @@ def topk_gate_bwd(
     logits: Tensor | None,
     num_experts: int,
     dtype: torch.dtype,
+    order: str = "",
+    renormalise: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
     num_tokens, k = grad.shape
     dlogits = grad.new_empty((num_tokens, num_experts), dtype=dtype)
-    if dlogits.numel():
-        _check_experts(num_experts)
-        blocks = _blocks(num_experts, k)
-        source = dlogits if logits is None else logits
+    if not dlogits.numel():
+        return dlogits
+    _check_experts(num_experts)
+    blocks = _blocks(num_experts, k)
+    grid = (triton.cdiv(num_tokens, blocks["BLOCK_T"]),)
+    if order != "" and logits is not None:
         launch(
-            _topk_gate_bwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
-            grad, weights, experts, source, dlogits, source.stride(0), num_tokens, num_experts, k,
-            SOFTMAX_FIRST=logits is not None, **blocks,
+            _topk_gate_scored_bwd, grid, grad, experts, logits, dlogits, logits.stride(0), num_tokens, num_experts, k,
+            scale, RULE=order, RENORMALISE=renormalise, **blocks,
         )  # fmt: skip
+        return dlogits
+    source = dlogits if logits is None else logits
+    launch(
+        _topk_gate_bwd, grid, grad, weights, experts, source, dlogits, source.stride(0), num_tokens, num_experts, k,
+        SOFTMAX_FIRST=logits is not None, **blocks,
+    )  # fmt: skip
     return dlogits
 
 
 def _check_experts(num_experts: int) -> None:
     if num_experts > LONGEST:
-        raise ValueError(f"topk_gate: the Triton kernel takes at most {LONGEST} experts, got {num_experts}")
+        raise ValueError(
+            f"topk_gate: the Triton kernel takes at most {LONGEST} experts (with each group of experts padded to a "
+            f"power of two, at least 4, and their number too), got {num_experts}"
+        )

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu
-from tests.helpers.operators import of_experts, of_gates, of_routing, of_rows
+from tests.helpers.operators import of_experts, of_gates, of_routing, of_rows, of_topk_gate
 from tests.helpers.operators.changes import EXPANDED, LAYOUT, changes
 from tests.helpers.operators.judge import Schema, fault
 from tests.helpers.operators.operator import Call, Operator
 
-OPERATORS: dict[str, Operator] = of_rows.OPERATORS | of_routing.OPERATORS | of_experts.OPERATORS | of_gates.OPERATORS
+FILES = (of_rows, of_routing, of_experts, of_gates, of_topk_gate)
+OPERATORS: dict[str, Operator] = {name: each for file in FILES for name, each in file.OPERATORS.items()}
 
 schema_of = cache(Schema)
 

@@ -80,7 +80,8 @@ def _of_none(operator: Operator, call: Call, name: str) -> Iterator[tuple[str, C
     floats = [each for each in call.values() if isinstance(each, Tensor) and each.is_floating_point()]
     main = floats[0].dtype if floats else torch.float32
     wide = torch.float64 if main == torch.float64 else torch.float32
-    dtype = {"i": torch.int32, "ij": torch.int64, "d": torch.float64, "c": wide}.get(kind, main)
+    dtypes = {"i": torch.int32, "ij": torch.int64, "d": torch.float64, "c": wide, "c32": torch.float32}
+    dtype = dtypes.get(kind, torch.int16 if kind == "short" else main)
     yield "a fitting tensor of ones", lambda: torch.ones(shape, dtype=dtype)
 
 
@@ -136,7 +137,11 @@ def _indices(operator: Operator, call: Call, name: str) -> Iterator[tuple[str, C
         changed.view(-1)[place] = value
         return changed
 
-    values = [("below", low - 1), ("above", high), ("2**31 - 1", 2**31 - 1), ("-2**31", -(2**31))]
+    values = [("below", low - 1), ("above", high)]
+    if x.dtype == torch.int16:
+        values += [("2**15 - 1", 2**15 - 1), ("-2**15", -(2**15))]
+    else:
+        values += [("2**31 - 1", 2**31 - 1), ("-2**31", -(2**31))]
     if x.dtype == torch.int64:
         values += [("2**31", 2**31), ("2**32", 2**32), ("2**62", 2**62), ("-2**62", -(2**62))]
     for at, place in (("first", 0), ("middle", x.numel() // 2), ("last", -1)):

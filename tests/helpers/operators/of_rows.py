@@ -11,13 +11,11 @@ from torch import Tensor
 import python_ref.harden as harden
 import python_ref.kwta as kwta
 import python_ref.sinkhorn as sinkhorn
-import python_ref.topk_gate as topk_gate
 from python_ref.grouped_gemm import activate
 from tests.helpers.operators.of_routing import random
-from tests.helpers.operators.operator import INT32_MAX, Call, Given, Operator, computed, gradients, need, wide, within
+from tests.helpers.operators.operator import INT32_MAX, Call, Given, Operator, computed, gradients, wide
 
 TIES = ("index", "strict", "all")
-ORDERS = ("topk_softmax", "softmax_topk")
 
 
 def _kwta_fwd(dtype: torch.dtype) -> dict[str, Call]:
@@ -51,47 +49,6 @@ def _kwta_mask(dtype: torch.dtype) -> dict[str, Call]:
         ties: {"x": random(dtype, 3, n), "k": 5, "ties": ties, "backend": "cpu"}
         for n, ties in zip((40, 9, 17), TIES, strict=True)
     }
-
-
-def _gate_fwd(dtype: torch.dtype) -> dict[str, Call]:
-    return {
-        order: {"logits": random(dtype, 5, n), "k": 2, "order": order, "backend": "cpu"}
-        for n, order in zip((3, 40), ORDERS, strict=True)
-    }
-
-
-def _gate_bwd(dtype: torch.dtype) -> dict[str, Call]:
-    found = {}
-    for order, n in zip(ORDERS, (3, 40), strict=True):
-        logits = random(dtype, 5, n)
-        weights, experts = topk_gate.topk_gate(logits.to(computed(dtype)), 2, order=order)
-        given = {"grad": random(computed(dtype), 5, 2), "weights": weights, "experts": experts}
-        rest = {
-            "logits": logits if order == "softmax_topk" else None,
-            "num_experts": n,
-            "dtype": dtype,
-            "backend": "cpu",
-        }
-        found[order] = {**given, **rest}
-    return found
-
-
-def _gate_gradient(s: Given) -> tuple[Tensor]:
-    need(within(s.experts, 0, s.num_experts), "experts")
-    weights, grad, index = s.weights.double(), s.grad.double(), s.experts.long()
-    mean = (weights * grad).sum(1, keepdim=True)
-    if s.logits is None:
-        found = torch.zeros(grad.shape[0], s.num_experts, dtype=torch.float64)
-        return (found.scatter(1, index, weights * (grad - mean)).to(s.dtype),)
-    logits = s.logits.double()
-    first = logits.gather(1, index[:, :1]) if index.shape[1] else 0.0
-    shares = weights[:, :1] * (logits - first).exp()  # softmax(logits), if the weights are from there
-    return ((shares * (torch.zeros_like(shares).scatter(1, index, grad) - mean)).to(s.dtype),)
-
-
-def _distinct(experts: Tensor) -> bool:
-    ordered = experts.sort(1).values
-    return bool((ordered[:, 1:] != ordered[:, :-1]).all())
 
 
 def _taus(first: float, last: float) -> Tensor:
@@ -219,26 +176,6 @@ OPERATORS = {
         choices={"ties": TIES},
         exact=True,
         families=("kwta",),
-    ),
-    "topk_gate_fwd": Operator(
-        {"logits": "f T E"},
-        _gate_fwd,
-        lambda s: topk_gate.topk_gate(s.logits.to(computed(s.logits.dtype)), s.k, order=s.order),
-        ints={"k": (0, lambda s: s.E)},
-        choices={"order": ORDERS},
-    ),
-    "topk_gate_bwd": Operator(
-        {"grad": "c T K", "weights": "c T K", "experts": "i T K", "logits": "f T E", "dtype": "f"},
-        _gate_bwd,
-        _gate_gradient,
-        ints={"num_experts": (0, lambda s: getattr(s, "E", INT32_MAX))},
-        index={"experts": (0, lambda s: s.num_experts)},
-        rules=((lambda s: s.num_experts == s.E, "num_experts logits"),),
-        soft=(
-            (lambda s: within(s.experts, 0, s.num_experts) and _distinct(s.experts), "experts"),
-            (lambda s: s.num_experts <= 2**20 // max(s.T, 1), "num_experts"),
-        ),
-        saved=("weights", "logits"),
     ),
     "sinkhorn_fwd": Operator(MATRICES, _sinkhorn_fwd, _doubly_stochastic, **SINKHORN),
     "sinkhorn_bwd": Operator({"grad": "f B n n"} | MATRICES, _sinkhorn_bwd, _sinkhorn_gradients, **SINKHORN),

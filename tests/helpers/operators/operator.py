@@ -27,7 +27,8 @@ class Operator:
         tensors: for each tensor argument its dtype and the letters of its dimensions, as "f T D". Equal letters are
             equal sizes; "..." stands for any number of dimensions. Dtypes: f, a floating-point dtype, the same for all
             f; c, that in which f is computed; any, any floating-point dtype; all, any dtype; i, int32; ij, int32 or
-            int64; d, float64. An argument that is a dtype has "f" alone.
+            int64; short, these or int16; d, float64; c32, float32, or also float64 if f is. An argument that is a dtype
+            has "f" alone.
         honest: honest calls by name, for a dtype. `changes` changes one argument of such a call.
         definition: the results of a call, or None in place of a result that has no definition. Raises if an index that
             it reads is out of range.
@@ -118,10 +119,13 @@ def _dtypes(operator: Operator, call: Call) -> set[str]:
     kinds = {name: text.split()[0] for name, text in operator.tensors.items()}
     of = {name: each.dtype if isinstance(each, Tensor) else each for name, each in call.items() if name in kinds}
     of = {name: each for name, each in of.items() if each is not None and kinds[name] != "all"}
-    plain = {"i": (torch.int32,), "ij": (torch.int32, torch.int64), "d": (torch.float64,)}
+    plain = {"i": (torch.int32,), "ij": (torch.int32, torch.int64), "d": (torch.float64,), "c32": (torch.float32,)}
+    plain["short"] = (torch.int16, *plain["ij"])
     wrong = {name for name, dtype in of.items() if dtype not in plain.get(kinds[name], FLOATING)}
     tied = {name: dtype for name, dtype in of.items() if kinds[name] in "fc" and name not in wrong}
     main = next((dtype for name, dtype in tied.items() if kinds[name] == "f"), None)
+    if main == torch.float64:  # c32 may then also be float64
+        wrong -= {name for name, dtype in of.items() if kinds[name] == "c32" and dtype == torch.float64}
     if main is not None and any(tied[name] != (main if kinds[name] == "f" else computed(main)) for name in tied):
         wrong |= set(tied)
     return wrong
