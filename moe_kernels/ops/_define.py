@@ -50,7 +50,8 @@ def define(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     op = getattr(torch.ops.moe_kernels, name).default
-    kernels = op._schema.arguments[-1].name == "backend"
+    names = [each.name for each in op._schema.arguments]
+    backend = names.index("backend") if "backend" in names else None
     required = [
         (position, each.name)
         for position, each in enumerate(op._schema.arguments)
@@ -61,8 +62,8 @@ def define(
         for position, argument in required:
             if args[position] is None:  # torch passes None for a tensor too
                 raise TypeError(f"{name}: {argument} must be a Tensor, got None")
-        if kernels and args[-1] != "cpu":
-            backends.refuse(name, args[-1], args[required[0][0]])
+        if backend is not None and args[backend] != "cpu":
+            backends.refuse(name, args[backend], args[required[0][0]])
         check(name, *args)
         return implementation(*args)
 
