@@ -73,7 +73,10 @@ class DSelectKGate(Gate):
     @property
     def bits(self) -> Tensor:
         """(E, m) bool: the code of every expert. It is no buffer, since to_empty would leave a buffer undefined."""
-        device, m = self.code.weight.device, self._code_length
+        return self._bits(self.code.weight.device)
+
+    def _bits(self, device: torch.device) -> Tensor:
+        m = self._code_length
         shifts = torch.arange(m - 1, -1, -1, device=device)
         return (torch.arange(self.num_experts, device=device)[:, None] >> shifts) & 1 == 1
 
@@ -81,7 +84,7 @@ class DSelectKGate(Gate):
         z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
         # Not prod(-1): its backward pass makes the host wait for a GPU, to learn whether a factor is 0.
-        selectors = reduce(torch.mul, torch.where(self.bits, set_, clear).unbind(-1))
+        selectors = reduce(torch.mul, torch.where(self._bits(z.device), set_, clear).unbind(-1))
         gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
         losses = {}
         if self.training and self.entropy:

@@ -134,16 +134,31 @@ class Gate(KeepsFloat32, OutputModule):
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)
 
-    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """linear(x) (T, out) in the dtype of the linear's weight."""
-        return self.product(x, linear.weight, linear.bias)
+    def project(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """linear(x) (T, out) in the dtype of the linear's weight.
+
+        Calls the module, so that its hooks run, and so that a module which wraps or replaces an nn.Linear, such as
+        LoRA's, computes what it adds.
+        """
+        weight = _weight_of(linear)
+        self._check_x(x, getattr(linear, "in_features", weight.shape[-1]))
+        with without_autocast(x.device.type):
+            return linear(x.to(weight.dtype) if weight.is_floating_point() else x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""
-        if x.dim() != 2 or x.shape[1] != weight.shape[1]:
-            raise ValueError(f"{type(self).__name__}: x must be (T, {weight.shape[1]}), got shape {tuple(x.shape)}")
+        self._check_x(x, weight.shape[1])
+        if weight.is_meta and not x.is_meta:
+            raise RuntimeError(
+                f"{type(self).__name__}: the gate's own weight {tuple(weight.shape)} is on the meta device and x on "
+                f"{x.device}; call the gate itself, so that the hooks that load offloaded weights run"
+            )
         with without_autocast(x.device.type):
             return F.linear(x.to(weight.dtype), weight, bias)
+
+    def _check_x(self, x: Tensor, dim: int) -> None:
+        if x.dim() != 2 or x.shape[1] != dim:
+            raise ValueError(f"{type(self).__name__}: x must be (T, {dim}), got shape {tuple(x.shape)}")
 
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
@@ -166,6 +181,12 @@ class Gate(KeepsFloat32, OutputModule):
         return ids if real else ids.where(ids >= 0, count)  # as an index, -1 would be the last id
 
     known = check_ids  # former name, for existing subclasses
+
+
+def _weight_of(linear: nn.Module) -> Tensor:
+    """The weight of a linear layer; of a wrapper without `weight`, its first parameter."""
+    weight = getattr(linear, "weight", None)
+    return weight if isinstance(weight, Tensor) else next(linear.parameters())
 
 
 class TopKRouter(Gate):

@@ -40,9 +40,8 @@ class PermutedGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         output = self.gate(x, ids)
-        permutation = self.search.permutation()
-        gates = self.search.permute(output.gates, permutation)
-        losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
+        gates, regulariser = self.search(output.gates)  # a call of the module, so that its hooks run
+        losses = {"permutation": regulariser} if self.training else {}
         return GateOutput.of_gates(gates, output.losses | losses, output.records)
 
     @torch.no_grad()
