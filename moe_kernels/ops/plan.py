@@ -226,8 +226,8 @@ def make_plan(
     chosen = backends.choose("make_plan", backend, experts)
     if chosen == "reference":
         operators.refuse_unknown_experts(experts, num_experts)
-        options = {"capacity": capacity, "priority": priority, "order": order, "limit": limit}
-        return RoutingPlan(*reference.make_plan(experts, num_experts, **options))
+        plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order, limit=limit)
+        return RoutingPlan(*plan)
     arrays = operators.make_plan_fwd(experts, num_experts, capacity, priority, order, chosen, limit)
     return RoutingPlan(num_tokens, num_experts, *arrays)
 

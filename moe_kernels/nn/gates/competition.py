@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._mask import call_with_mask, real_choices
 from moe_kernels.nn._recompute import is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import competition_loss
 from moe_kernels.ops._checks import check_number
@@ -82,10 +83,10 @@ class CompetitionGate(Gate):
         self._experts = (experts,)  # a tuple, so that the experts are no submodule
         self.steps, self._competed = 0, False
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         if self.training and self._draw_competition():
-            return self._compete(x)
-        routed = self.router(x, ids)
+            return self._compete(self.real(x, None, mask)[0], mask)
+        routed = call_with_mask("CompetitionGate", self.router, x, ids, mask=mask)
         return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -103,7 +104,7 @@ class CompetitionGate(Gate):
         self.steps = step + 1
         return self._competed
 
-    def _compete(self, x: Tensor) -> GateOutput:
+    def _compete(self, x: Tensor, mask: Tensor | None) -> GateOutput:
         (experts,) = self._experts
         k = self.router.k
         norms = experts(x, None, None, part="norms")
@@ -111,10 +112,11 @@ class CompetitionGate(Gate):
         # The router's input is a constant here, since the loss trains only the router (eqs. 4 and 5).
         logits = self._logits(x.detach())
         router_weights, chosen = topk_gate(logits, k, backend=self.router.backend)
-        loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)
+        loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts, mask)
         weights = attach_unused(weights, self.router.parameters())
         agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
-        records = {"competed": x.new_ones(()), "agreement": agreement}
+        records = masked_records({"competed": x.new_ones(()), "agreement": agreement}, mask)
+        weights, winners = real_choices(weights, winners, mask)
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, records)
 
     def extra_repr(self) -> str:

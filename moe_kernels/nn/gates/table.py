@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 
 
@@ -40,9 +41,10 @@ class TableGate(Gate):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.codes.copy_(2 * self.draw(generator) + 1)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         experts = (self.codes[self.check_ids(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
-        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+        return GateOutput(*real_choices(x.new_ones(experts.shape), experts, mask), self.num_experts)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
