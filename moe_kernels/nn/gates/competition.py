@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._mask import call_with_mask, real_choices
-from moe_kernels.nn._recompute import is_recomputing
+from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
 from moe_kernels.nn.gates.topk import TopKGate
@@ -46,8 +46,8 @@ class CompetitionGate(Gate):
     1, and on competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass. State dicts hold
-    it. For a repeated forward, the draw of `coin` and a `rate` that is a function are those of the last step; so each
-    backward must precede the next forward.
+    it. A repeated forward competes if the forward that it repeats did; RuntimeError if torch's checkpoint does not say
+    which one that is and several forwards ran before the backward.
 
     Source: CompeteSMoE, sections 3.1 to 3.3, eqs. 3 to 5.
 
@@ -81,7 +81,7 @@ class CompetitionGate(Gate):
         self.router, self.alpha = router, check_number("CompetitionGate", "alpha", alpha)
         self.through_norms, self.coin = through_norms, coin
         self._experts = (experts,)  # a tuple, so that the experts are no submodule
-        self.steps, self._competed = 0, False
+        self.steps, self._draws = 0, Remembered()
 
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         if self.training and self._draw_competition():
@@ -95,14 +95,14 @@ class CompetitionGate(Gate):
     @on_the_host("CompetitionGate: the host draws whether experts compete")
     def _draw_competition(self) -> bool:
         """Draws whether this step is a competition, and counts the step."""
-        repeated = is_recomputing()  # if so, the checkpoint has restored torch's own generator, but not `coin`
-        if repeated and self.coin is not None:
-            return self._competed
-        step = self.steps - repeated
-        rate = self.rate(step) if callable(self.rate) else self.rate
-        self._competed = torch.rand((), generator=self.coin, device="cpu").item() < rate
-        self.steps = step + 1
-        return self._competed
+        if is_recomputing() and self.coin is None:
+            torch.rand((), device="cpu")  # so that later draws of the repeated forward are those of the first one
+        return self._draws.take("CompetitionGate", self._next_draw)
+
+    def _next_draw(self) -> bool:
+        rate = self.rate(self.steps) if callable(self.rate) else self.rate
+        self.steps += 1
+        return torch.rand((), generator=self.coin, device="cpu").item() < rate
 
     def _compete(self, x: Tensor, mask: Tensor | None) -> GateOutput:
         (experts,) = self._experts
@@ -122,8 +122,8 @@ class CompetitionGate(Gate):
     def extra_repr(self) -> str:
         return f"rate={self.rate}, alpha={self.alpha:g}, through_norms={self.through_norms}"
 
-    def get_extra_state(self) -> int:
-        return self.steps
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.steps, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.steps = int(state)

@@ -114,8 +114,8 @@ class StableGate(Gate):
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, balance={self.balance:g}, distill={self.distill:g}, stage={self.stage}"
 
-    def get_extra_state(self) -> int:
-        return self.stage
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.stage, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.stage = int(state)

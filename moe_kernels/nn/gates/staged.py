@@ -72,10 +72,10 @@ class StagedGate(Gate):
     def _in_use(self) -> Gate:
         return self.first if self.stage == 1 and (self.training or not self.second_in_evaluation) else self.second
 
-    def get_extra_state(self) -> int:
-        return self.stage
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.stage, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.stage = int(state)
 
     def extra_repr(self) -> str:

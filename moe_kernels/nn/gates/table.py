@@ -16,7 +16,7 @@ class TableGate(Gate):
 
     State: the buffer `codes` (ids,) int32 = 2 table + 1. torch.optim.swa_utils.AveragedModel(use_buffers=True) averages
     buffers in floats and truncates the averages, so a code may become smaller by 1; codes // 2 is still the same
-    expert. State dicts hold the table instead of the codes, under the name NAME.
+    expert. State dicts of earlier versions hold the table, under the name NAME; they load.
     """
 
     NAME = "table"
@@ -45,10 +45,6 @@ class TableGate(Gate):
         x, ids = self.real(x, ids, mask)
         experts = (self.codes[self.check_ids(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
         return GateOutput(*real_choices(x.new_ones(experts.shape), experts, mask), self.num_experts)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + self.NAME] = destination.pop(prefix + "codes") >> 1
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         table = state_dict.pop(prefix + self.NAME, None)
