@@ -30,6 +30,13 @@ def smaller(a: int, b: int) -> int:
     return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
 
 
+def larger(a: int, b: int) -> int:
+    """max(a, b), as `smaller`."""
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        return torch.sym_max(a, b)
+    return max(a, b)
+
+
 def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
     """R, the number of allocated rows of a plan."""
     return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)

@@ -32,13 +32,14 @@ def make_plan(
     capacity: int | None = None,
     priority: Tensor | None = None,
     order: str = "choice",
+    limit: Tensor | None = None,
 ) -> Plan:
     """The plan of the requests in experts (T, K); any id outside [0, E) is no request.
 
     Tokens are visited by position, or by descending priority (T,), tokens of equal priority by position; NaN is the
     highest priority. order "choice": all first choices, then all second choices, and so on; "token": every choice of a
     token before the next token. A request's slot is the number of earlier requests to its expert, dropped ones
-    included. A request is dropped if its slot is not below the capacity.
+    included. A request is dropped if its slot is not below the capacity, or not below `limit`: a tensor, () or (E).
     """
     num_tokens, k = experts.shape
     device = experts.device
@@ -63,6 +64,8 @@ def make_plan(
 
     requested = start.diff()
     kept = requested if capacity is None else requested.clamp(max=capacity)
+    if limit is not None:
+        kept = torch.minimum(kept, limit.clamp(min=0))
     expert_offsets = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
     keep = slot < torch.cat([kept, kept.new_zeros(1)])[expert]
     row = expert_offsets[expert] + slot
@@ -77,29 +80,34 @@ def make_plan(
     return Plan(num_tokens, num_experts, *(array.to(torch.int32) for array in arrays))
 
 
-def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): every expert takes the min(capacity, T) tokens of highest score in its column.
+def plan_expert_choice(scores: Tensor, capacity: int, limit: Tensor | None = None) -> tuple[Plan, Tensor]:
+    """scores (T, E): every expert takes the min(capacity, limit, T) tokens of highest score in its column.
 
+    limit: a tensor, () or (E); None: no limit.
     Of equal scores the earlier token wins. Column e of slot_row and of the weights (T, E) belongs to expert e; an
     expert's rows are in token order. The weight of a token is its score where the expert took it, else 0.
     """
     num_tokens, num_experts = scores.shape
-    best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices[:capacity]
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
+    best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices
+    room = torch.tensor(capacity, device=scores.device) if limit is None else limit.clamp(max=capacity)
+    among_best = (torch.arange(num_tokens, device=scores.device)[:, None] < room).expand_as(best)
+    chosen = torch.zeros_like(among_best).scatter(0, best, among_best)
     experts = torch.where(chosen, torch.arange(num_experts, device=scores.device), -1)
     return make_plan(experts, num_experts, capacity=min(capacity, num_tokens)), torch.where(chosen, scores, 0)
 
 
-def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
+def plan_priority(scores: Tensor, capacity: int, limit: Tensor | None = None) -> tuple[Plan, Tensor]:
     """scores (T, E): visits (token, expert) pairs in descending score, pairs of equal score by token, then by expert.
 
-    A pair is assigned if its token has no expert yet and its expert has fewer than `capacity` tokens. weights (T, 1):
-    the token's score for its expert, 0 for a token without an expert. requested[e] counts the tokens whose highest
-    score is for e (of equal scores, the lower expert). An expert's rows are in token order.
+    A pair is assigned if its token has no expert yet and its expert has fewer than `capacity` tokens, and fewer than
+    `limit`, a tensor, () or (E). weights (T, 1): the token's score for its expert, 0 for a token without an expert.
+    requested[e] counts the tokens whose highest score is for e (of equal scores, the lower expert). An expert's rows
+    are in token order.
     """
     num_tokens, num_experts = scores.shape
     flat = scores.detach().flatten()
-    chosen, room = [-1] * num_tokens, [capacity] * num_experts
+    room = [capacity] * num_experts if limit is None else limit.clamp(max=capacity).expand(num_experts).tolist()
+    chosen = [-1] * num_tokens
     for pair in torch.sort(flat, descending=True, stable=True).indices.tolist():
         token, expert = divmod(pair, num_experts)
         if chosen[token] < 0 and room[expert] > 0:

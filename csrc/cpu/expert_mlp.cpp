@@ -51,8 +51,8 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
     int32_t *const requested = take(num_experts), *const kept = take(num_experts), *const dropped = take(1);
     const auto read = index_size == 8 ? read_choices<int64_t> : read_choices<int32_t>;
     if (!read(experts, num_rows, num_experts, choices)) return 1;
-    make_plan_fwd(4, choices, nullptr, counts, 1, offsets, token, choice, slot, requested, kept, dropped, tokens, k,
-                  num_experts, num_rows, num_rows, 1, 1);
+    make_plan_fwd(4, choices, nullptr, nullptr, counts, 1, offsets, token, choice, slot, requested, kept, dropped,
+                  tokens, k, num_experts, num_rows, num_rows, 1, 1);
     expert_offsets = offsets, row_token = token, slot_row = slot;
   } else if (check_plan(expert_offsets, row_token, nullptr, slot_row, tokens, k, num_rows, num_experts, threads)) {
     return 1;

@@ -55,17 +55,17 @@
   int topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,     \
                     int64_t stride, void* dlogits, void* scratch, int64_t scratch_stride, int64_t tokens,             \
                     int64_t num_experts, int64_t k, int rule, int renormalise, double scale, int threads);            \
-  int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,       \
-                    int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,              \
-                    int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,                   \
-                    int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, int threads);                 \
+  int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, const int32_t* limit, int32_t* counts, \
+                    int64_t chunks, int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice,                 \
+                    int32_t* slot_row, int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens,           \
+                    int64_t k, int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, int threads);      \
   void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,     \
                               int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,         \
                               int32_t* kept, int32_t* dropped, int64_t tokens, int64_t num_experts, int64_t capacity, \
-                              int64_t rows, int threads);                                                             \
+                              const int32_t* limit, int64_t rows, int threads);                                       \
   void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts,              \
                          int32_t* requested, int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity,    \
-                         int threads);                                                                                \
+                         const int32_t* limit, int threads);                                                          \
   int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token,                       \
                    const int32_t* slot_row, const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k,     \
                    int64_t num_experts, int64_t num_rows, int64_t dim, int threads);                                  \

@@ -28,6 +28,14 @@ struct Plan {
   int32_t *expert_offsets, *row_token, *row_choice, *slot_row, *requested, *kept, *dropped;
 };
 
+// The most rows of each expert.
+struct Room {
+  int64_t capacity;
+  const int32_t* limit;  // (E), or nullptr: the capacity alone
+
+  int64_t of(int64_t e) const { return limit ? std::clamp<int64_t>(limit[e], 0, capacity) : capacity; }
+};
+
 struct Requests {
   const void* experts;       // (T, K)
   const int64_t* visit;      // (T) tokens in visiting order, or nullptr: 0, 1, ...
@@ -60,10 +68,10 @@ struct Requests {
   }
 };
 
-void write_offsets(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
+void write_offsets(const Plan& plan, int64_t num_experts, const Room& room, int64_t rows) {
   int64_t row = 0, requested = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
-    plan.kept[e] = int32_t(std::min<int64_t>(plan.requested[e], capacity));
+    plan.kept[e] = int32_t(std::min<int64_t>(plan.requested[e], room.of(e)));
     plan.expert_offsets[e] = int32_t(row);
     row += plan.kept[e], requested += plan.requested[e];
   }
@@ -74,7 +82,7 @@ void write_offsets(const Plan& plan, int64_t num_experts, int64_t capacity, int6
 }
 
 template <class Index>
-void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, int threads) {
+void rank(const Requests& r, const Plan& plan, const Room& room, int64_t rows, int threads) {
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
@@ -104,7 +112,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     count = before[e];
     before[e] += here;
   });
-  write_offsets(plan, num_experts, capacity, rows);
+  write_offsets(plan, num_experts, room, rows);
   // Each count becomes the first row for the requests that it counted.
   each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
   const int32_t* end = plan.expert_offsets + 1;
@@ -156,7 +164,7 @@ struct Cutoff {
 // Assigns tokens to experts [first, last). keys: scratch, (kColumns, tokens rounded up to a multiple of kMaskBits).
 template <class F>
 void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan,
-                   int64_t tokens, int64_t num_experts, int64_t capacity, typename F::Key* keys) {
+                   int64_t tokens, int64_t num_experts, typename F::Key* keys) {
   using Key = typename F::Key;
   const int64_t padded = mask_words(tokens) * kMaskBits, columns = last - first;
   for (int64_t start = 0; start < padded; start += kMaskBits)
@@ -167,7 +175,7 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
   Cutoff<F> cutoff[kColumns];
   int32_t row[kColumns];
   for (int64_t c = 0; c < columns; ++c) {
-    cutoff[c] = Cutoff<F>::of(keys + c * padded, tokens, capacity);
+    cutoff[c] = Cutoff<F>::of(keys + c * padded, tokens, plan.kept[first + c]);
     row[c] = plan.expert_offsets[first + c];
   }
   for (int64_t start = 0; start < tokens; start += kTile) {
@@ -200,12 +208,12 @@ class Matching {
     bool operator<(const Held& other) const { return key > other.key || (key == other.key && token < other.token); }
   };
 
-  Matching(const Key* scores, int64_t stride, int64_t num_experts, int64_t capacity, char* scratch)
-      : scores_(scores), stride_(stride), num_experts_(num_experts), capacity_(capacity) {
+  Matching(const Key* scores, int64_t stride, int64_t num_experts, const Room& room, char* scratch)
+      : scores_(scores), stride_(stride), num_experts_(num_experts), room_(room) {
     worst_ = reinterpret_cast<Held*>(scratch);
     held_ = worst_ + num_experts;
-    const bool full = capacity == 0;
-    std::fill(worst_, held_, Held{full ? std::numeric_limits<Key>::max() : std::numeric_limits<Key>::min(), -1});
+    for (int64_t e = 0; e < num_experts; ++e)
+      worst_[e] = {room.of(e) ? std::numeric_limits<Key>::min() : std::numeric_limits<Key>::max(), -1};
   }
 
   int64_t first_choice(int64_t token) const {
@@ -219,17 +227,18 @@ class Matching {
       });
       assigned[token] = int32_t(expert);
       if (expert < 0) return;
-      Held* held = held_ + expert * capacity_;
+      Held* held = held_ + expert * room_.capacity;
+      const int64_t most = room_.of(expert);
       int32_t& count = kept[expert];
       const Held arrival{key_of<F>(scores_[token * stride_ + expert]), int32_t(token)};
       token = -1;
-      if (count == capacity_) {
+      if (count == most) {
         std::pop_heap(held, held + count);
         token = held[--count].token;
       }
       held[count++] = arrival;
       std::push_heap(held, held + count);
-      if (count == capacity_) worst_[expert] = held[0];
+      if (count == most) worst_[expert] = held[0];
     }
   }
 
@@ -253,16 +262,17 @@ class Matching {
   }
 
   const Key* scores_;  // (T, E)
-  int64_t stride_, num_experts_, capacity_;
-  Held* worst_;  // (E): worst token of a full expert; the lowest Key if it has room, the highest if capacity is 0
+  int64_t stride_, num_experts_;
+  Room room_;
+  Held* worst_;  // (E): worst token of a full expert; the lowest Key if it has room, the highest if it never has
   Held* held_;   // (E, capacity): heaps with the worst token on top
 };
 
 }  // namespace
 
 // Returns 1 and writes nothing if an id is neither an expert nor -1, else 0.
-int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
-                  int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
+int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, const int32_t* limit, int32_t* counts,
+                  int64_t chunks, int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
                   int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts,
                   int64_t capacity, int64_t rows, int by_choice, int threads) {
   const bool known = index_size == 8 ? within(static_cast<const int64_t*>(experts), tokens * k, num_experts)
@@ -270,37 +280,40 @@ int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int
   if (!known) return 1;
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
   const Requests requests{experts, visit, tokens, k, num_experts, by_choice != 0, counts, chunks};
-  (index_size == 8 ? rank<int64_t> : rank<int32_t>)(requests, plan, capacity, rows, threads);
+  (index_size == 8 ? rank<int64_t> : rank<int32_t>)(requests, plan, Room{capacity, limit}, rows, threads);
   return 0;
 }
 
 void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,
                             int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
                             int32_t* kept, int32_t* dropped, int64_t tokens, int64_t num_experts, int64_t capacity,
-                            int64_t rows, int threads) {
+                            const int32_t* limit, int64_t rows, int threads) {
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
-  std::fill(requested, requested + num_experts, int32_t(std::min(capacity, tokens)));
-  write_offsets(plan, num_experts, capacity, rows);
+  const Room room{std::min(capacity, tokens), limit};
+  for (int64_t e = 0; e < num_experts; ++e) requested[e] = int32_t(room.of(e));
+  write_offsets(plan, num_experts, room, rows);
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     using Key = typename F::Key;
-    const int64_t room = mask_words(tokens) * kMaskBits * kColumns;
+    const int64_t scratch = mask_words(tokens) * kMaskBits * kColumns;  // keys of a thread
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t worker = 0; worker < threads; ++worker)
       for (int64_t first = worker * kColumns; first < num_experts; first += threads * kColumns)
         choose_tokens<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan,
-                         tokens, num_experts, capacity, static_cast<Key*>(keys) + worker * room);
+                         tokens, num_experts, static_cast<Key*>(keys) + worker * scratch);
   });
 }
 
 void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts,
-                       int32_t* requested, int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity, int) {
+                       int32_t* requested, int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity,
+                       const int32_t* limit, int) {
   std::fill(requested, requested + num_experts, 0);
   std::fill(kept, kept + num_experts, 0);
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     using Key = typename F::Key;
-    Matching<F> matching(static_cast<const Key*>(scores), stride, num_experts, capacity, static_cast<char*>(scratch));
+    Matching<F> matching(static_cast<const Key*>(scores), stride, num_experts, Room{capacity, limit},
+                         static_cast<char*>(scratch));
     for (int64_t token = 0; token < tokens; ++token) {
       ++requested[matching.first_choice(token)];
       matching.place(token, experts, kept);

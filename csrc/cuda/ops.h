@@ -75,10 +75,11 @@ cudaError_t topk_gate_bwd(int dtype,
                           cudaStream_t stream);
 
 // The routing plan. A request is a token's choice of an expert. An expert keeps its first `capacity` requests,
-// in visiting order.
+// and no more than its limit, in visiting order.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; an id outside [0, E) names no expert
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
+                          const int32_t* limit,  // (E) the most rows of each expert, or nullptr
                           int32_t* counts,       // (chunks, E): scratch
                           int64_t chunks,        // 1 to 1024: parts of the T * K requests
                           int32_t* expert_offsets,  // (E + 1)

@@ -1,6 +1,7 @@
 // The routing plan in three launches. A request is a token's choice of an expert. Requests are numbered in visiting
 // order and split into chunks. The slot of a request is the number of earlier requests to the same expert. A request
-// whose slot is below the capacity is kept: its row is the expert's first row plus the slot.
+// whose slot is below the capacity, and below the expert's limit if there are limits, is kept: its row is the expert's
+// first row plus the slot.
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    writes `requested`; replaces each count by the sum of the expert's counts over earlier chunks
 //   plan_rank_kernel    reads the chunks again, tile by tile, and writes the plan
@@ -18,7 +19,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests of a tile that a thread has
 constexpr int kTile = kThreads * kPerThread;  // requests that a block reads at a time
-constexpr int kWindow = 1024;                 // most experts of a block: 40 KiB of shared memory in plan_rank_kernel
+constexpr int kWindow = 1024;                 // most experts of a block: 44 KiB of shared memory in plan_rank_kernel
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
 template <class Index>
@@ -132,11 +133,14 @@ struct Plan {
   int32_t* kept;             // (E)
   int32_t* dropped;          // ()
   int32_t capacity, rows;    // rows: R
+  const int32_t* limit;      // (E); only read if kLimited
 };
 
-// Computes the first row of every expert and puts those of the block's window into `offset`. Returns the number of rows
-// in use.
-__device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
+// Computes the first row of every expert and puts those of the block's window into `offset`, and if kLimited their
+// numbers of rows into `room`. Returns the number of rows in use.
+template <bool kLimited>
+__device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset,
+                                int32_t* room) {
   __shared__ Exchange<int> sums;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool writes = blockIdx.x == 0 && blockIdx.y == 0;
@@ -145,12 +149,16 @@ __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_
   for (int start = 0; start < num_experts; start += kThreads) {
     const int expert = start + threadIdx.x;
     const int32_t requested = expert < num_experts ? plan.requested[expert] : 0;
-    const int32_t kept = min(requested, plan.capacity);
+    int32_t kept = min(requested, plan.capacity);
+    if (kLimited) kept = min(kept, expert < num_experts ? max(plan.limit[expert], 0) : 0);
     const int32_t to_here = warp_inclusive_sum(kept, lane);
     const int32_t warp_total = exchange_warp_sums(kept, sums, turn);
     const int32_t first = used + warp_sum(lane < warp ? warp_total : 0) + to_here - kept;
     used += warp_sum(warp_total);
-    if (window.index(expert) < window.width) offset[window.index(expert)] = first;
+    if (window.index(expert) < window.width) {
+      offset[window.index(expert)] = first;
+      if (kLimited) room[window.index(expert)] = kept;
+    }
     if (!writes) continue;
     dropped += warp_sum(exchange_warp_sums(requested - kept, sums, turn));
     if (expert >= num_experts) continue;
@@ -164,7 +172,7 @@ __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_
   return used;
 }
 
-template <class Index>
+template <class Index, bool kLimited>
 __global__ void __launch_bounds__(kThreads)
     plan_rank_kernel(Requests<Index> requests, Plan plan,
                      const int32_t* counts) {  // (chunks, E): requests to each expert in earlier chunks
@@ -174,12 +182,13 @@ __global__ void __launch_bounds__(kThreads)
   int32_t* const slots = shared;                         // (kWarps, width): counts of each warp, then its next slots
   int32_t* const next = shared + kWarps * window.width;  // (width): next slot of each expert
   int32_t* const offset = next + window.width;           // (width): first row of each expert
+  int32_t* const room = offset + window.width;           // (width) if kLimited: rows of each expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int32_t* const slot = slots + warp * window.width;
 
   counts += int64_t(blockIdx.x) * requests.num_experts + window.first;
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
-  const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
+  const int32_t used = scan_experts<kLimited>(plan, window, requests.num_experts, offset, room);
   const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
 #pragma unroll 1
   for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
@@ -218,7 +227,8 @@ __global__ void __launch_bounds__(kThreads)
       __syncwarp();
       if (counted && same >> lane == 1) slot[e] = own + 1;  // the last lane with this expert
       __syncwarp();
-      const bool kept = counted && own < plan.capacity, no_expert = mine.expert[i] == kNoExpert && blockIdx.y == 0;
+      const bool kept = counted && own < (kLimited ? room[e] : plan.capacity);
+      const bool no_expert = mine.expert[i] == kNoExpert && blockIdx.y == 0;
       if (mine.number(i) >= requests.total || !(counted || no_expert)) continue;
       uint32_t token, choice;
       requests.find(mine.number(i), token, choice);
@@ -241,17 +251,22 @@ cudaError_t launch_plan(const Requests<Index>& requests, const Plan& plan, int32
   const int groups = (num_experts + kWarpSize - 1) / kWarpSize, warps = std::min(chunks, kMaxWarps);
   error = launch(plan_scan_kernel, groups, warps * kWarpSize, 0, stream, counts, requested, chunks, num_experts);
   if (error != cudaSuccess) return error;
-  const size_t shared_bytes = sizeof(int32_t) * (kWarps + 2) * std::min(num_experts, kWindow);
-  return launch(plan_rank_kernel<Index>, grid, kThreads, shared_bytes, stream, requests, plan, counts);
+  const size_t width_bytes = sizeof(int32_t) * std::min(num_experts, kWindow);
+  if (plan.limit)
+    return launch(plan_rank_kernel<Index, true>, grid, kThreads, (kWarps + 3) * width_bytes, stream, requests, plan,
+                  counts);
+  return launch(plan_rank_kernel<Index, false>, grid, kThreads, (kWarps + 2) * width_bytes, stream, requests, plan,
+                counts);
 }
 
 constexpr int64_t kMaxIndex = INT32_MAX, kMaxExperts = int64_t(65535) * kWindow, kMaxChunks = 1024;
 
 }  // namespace
 
-cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
-                          int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
-                          int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,
+cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* visit, const int32_t* limit,
+                          int32_t* counts, int64_t chunks, int32_t* expert_offsets, int32_t* row_token,
+                          int32_t* row_choice, int32_t* slot_row, int32_t* requested, int32_t* kept, int32_t* dropped,
+                          int64_t tokens, int64_t k,
                           int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, cudaStream_t stream) {
   if (tokens < 0 || tokens > kMaxIndex || k < 0 || k > kMaxIndex) return cudaErrorInvalidValue;
   if (num_experts < 1 || num_experts > kMaxExperts) return cudaErrorInvalidValue;
@@ -263,6 +278,7 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
   plan.row_token = row_token, plan.row_choice = row_choice, plan.slot_row = slot_row;
   plan.requested = requested, plan.kept = kept, plan.dropped = dropped;
   plan.capacity = static_cast<int32_t>(capacity), plan.rows = static_cast<int32_t>(rows);
+  plan.limit = limit;
   const int64_t tiles = (tokens * k + kTile - 1) / kTile;
   const auto run = [&](auto index) {
     Requests<decltype(index)> requests{};

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._parameters import KeepsFloat32
-from moe_kernels.nn._recompute import is_recomputing
+from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.harden import harden
@@ -37,8 +37,9 @@ class LocalSearch(KeepsFloat32):
         gates, regulariser = search(gates)
 
     Evaluation uses the hard permutation in both stages. In training every call is a step, except a forward that
-    torch.utils.checkpoint repeats in the backward pass. The repeated forward takes the tau and iterations of the last
-    step, so each backward must precede the next forward. If gates share a permutation, call `permutation()` once a step
+    torch.utils.checkpoint repeats in the backward pass. The repeated forward takes the tau and iterations of the one
+    that it repeats; RuntimeError if torch's checkpoint does not say which one that is and several forwards ran before
+    the backward. If gates share a permutation, call `permutation()` once a step
     and `permute` for each gate.
 
     Args:
@@ -118,6 +119,7 @@ class LocalSearch(KeepsFloat32):
         self.bound = check_number("LocalSearch", "bound", bound, 0, meaning="the limit of the initial scores")
         self.noise = check_number("LocalSearch", "noise", noise, 0, meaning="the factor of Gumbel noise")
         self.renormalise, self.schedule, self.step = renormalise, schedule, 0
+        self._taken = Remembered()
         self.backend = check_backend("LocalSearch", backend)
         self.scores = nn.Parameter(torch.empty(count, n, n, device=device, dtype=dtype))
         self.register_buffer("soft", torch.empty(count, n, n, device=device, dtype=dtype))
@@ -186,20 +188,19 @@ class LocalSearch(KeepsFloat32):
 
     @on_the_host("LocalSearch: every step has a temperature and iterations of its own")
     def _advance(self) -> Tensor | None:
-        if self.hardened:
-            if self._stale:  # not _is_stale(): DDP broadcasts buffers, which changes their versions in every step
+        repeated, hardened = is_recomputing(), self.hardened
+        step = self._taken.take("LocalSearch", self._next_step)
+        if step >= self.steps:
+            if hardened and self._stale and not repeated:
+                # not _is_stale(): DDP broadcasts buffers, which changes their versions in every step
                 self._harden()
-            return None
-        if not is_recomputing():
-            self.step += 1
-        if self.hardened:
-            if self.step > 1:  # else stage one had no step, and the permutation stays the identity
+            elif not hardened and step > 1:  # else stage one had no step, and the permutation stays the identity
                 self._harden()
                 self.assigned.copy_(_matrix(self.source, self.soft))
                 self.distance.copy_((self.soft - self.assigned).abs().amax((1, 2)))
                 self._record_hardened()
             return None
-        tau, iterations = self.temperature(self.step), self.iterations(self.step)
+        tau, iterations = self.temperature(step), self.iterations(step)
         options: dict[str, Any] = {"tau": tau, "backend": self.backend}
         if self.noise > 0:
             options["noise"] = -self.noise * torch.empty_like(self.scores).exponential_().log()
@@ -208,9 +209,15 @@ class LocalSearch(KeepsFloat32):
         else:
             soft = sinkhorn(self.scores, max(iterations, 50), anneal_from=START_TAU, **options)
             soft = round_to_doubly_stochastic(soft)
-        self.soft.copy_(soft.detach())
-        self.assigned.copy_(self.soft)
+        if not repeated:  # the last step may be a later one
+            self.soft.copy_(soft.detach())
+            self.assigned.copy_(self.soft)
         return soft
+
+    def _next_step(self) -> int:
+        """Counts a step of stage one, and returns the number of the step; in stage two T or more."""
+        self.step += not self.hardened
+        return self.step
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
         """gates times p, or gathered by `source` if p is None; summed over choices.
@@ -249,14 +256,14 @@ class LocalSearch(KeepsFloat32):
         super().__setstate__(state)
         self._hardened_from = self.assigned, _version(self.assigned)
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"step": self.step}
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.step, device="cpu")
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
+    def set_extra_state(self, state: Tensor | dict[str, int]) -> None:
+        self.step = _step_of(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
+        soft, step = state_dict.get(prefix + "soft"), _step_of(state_dict.get(prefix + "_extra_state", 0))
         if soft is not None and prefix + "assigned" not in state_dict:  # saved by an older version
             hard = step == 0 or step >= self.steps
             state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
@@ -277,6 +284,11 @@ class LocalSearch(KeepsFloat32):
         """Sets `source`, the gate of each expert. harden returns the expert of each gate; argsort inverts this."""
         self.source.copy_(harden(self.assigned).argsort(-1))
         self._record_hardened()
+
+
+def _step_of(state: Any) -> int:
+    """The step in an extra state; older versions saved a dict."""
+    return int(state["step"] if isinstance(state, dict) else state)
 
 
 def _matrix(source: Tensor, like: Tensor) -> Tensor:

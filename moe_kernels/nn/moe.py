@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels._pytree import register
+from moe_kernels.nn._mask import call_with_mask, check_mask, count
 from moe_kernels.nn._output import OutputModule, collect
 from moe_kernels.nn._recompute import refuse_reentrant
 from moe_kernels.nn.experts import Experts
@@ -36,7 +37,7 @@ from moe_kernels.ops.combine import combine
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
 
-Policy = Callable[[GateOutput, bool], tuple[RoutingPlan, Tensor]]
+Policy = Callable[..., tuple[RoutingPlan, Tensor]]  # of a GateOutput, a bool and, where a mask is given, mask=
 OUTPUTS = ("all", "tensor")
 
 
@@ -48,7 +49,8 @@ class MoEOutput:
     * plan: the RoutingPlan.
     * gates: the GateOutputs, one for each task, before a policy or search changes them.
     * losses: scalars by name, already weighted; add them to the task's loss.
-    * records: detached tensors by name, which `statistics` returns unchanged.
+    * records: detached tensors by name, which `statistics` returns unchanged. With a mask also the statistics of the
+      plan, which count real tokens.
 
     A registered pytree whose children are the fields in this order.
 
@@ -73,7 +75,7 @@ class MoEOutput:
         prefixes = [f"task{index}." for index in range(len(self.gates))] if isinstance(self.y, tuple) else [""]
         named = zip(prefixes, self.gates, strict=True)
         found = {prefix + name: each for prefix, gate in named for name, each in gate.statistics.items()}
-        return found | self.records | plan_statistics(self.plan)
+        return found | plan_statistics(self.plan) | self.records
 
     @property
     def loss(self) -> Tensor:
@@ -100,8 +102,10 @@ class MoE(OutputModule):
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. `with nn.collect_outputs() as outputs` collects the MoEOutputs of such layers.
 
-    Input: x (..., D), any number of leading dimensions; ids (...), for gates that use them. Output: MoEOutput with
-    y (..., Dout). Without pass_through y is zero for a token without an expert.
+    Input: x (..., D), any number of leading dimensions; ids (...), for gates that use them; mask (...) bool, True for
+    real tokens, None if all are; a tokenizer's attention_mask needs .bool(). Output: MoEOutput with y (..., Dout).
+    Without pass_through y is zero for a token without an expert. A masked token has no expert and is in no capacity,
+    loss or statistic: real tokens get what they would get in a batch without the masked ones, whatever those hold.
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
     to tensors alone, so a layer with output="all" raises RuntimeError if the checkpoint calls it directly. If the
@@ -138,14 +142,24 @@ class MoE(OutputModule):
         self.expert_dropout = check_number("MoE", "expert_dropout", expert_dropout, 0, 1, "a rate")
         self.pass_through, self.output = pass_through, output
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        pass_through: bool | None = None,
+    ) -> Any:
         """pass_through: replaces the layer's `pass_through` for this call; None keeps it."""
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
         tokens = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # D may be 0, for which -1 is ambiguous
-        output = self.gate(tokens, None if ids is None else ids.reshape(-1))
-        plan, weights = self.policy(output, self.training)
+        if mask is not None:
+            check_mask("MoE", mask, x.shape[:-1], x.device)
+            mask = mask.reshape(-1)
+        output = call_with_mask("MoE", self.gate, tokens, None if ids is None else ids.reshape(-1), mask=mask)
+        plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
         if self.expert_dropout and self.training:
             weights = weights * _expert_mask(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
@@ -153,7 +167,8 @@ class MoE(OutputModule):
             raise ValueError(f"MoE: pass_through needs experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
         if through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
-        found = MoEOutput(y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses)
+        records = {} if mask is None else plan_statistics(plan, mask)
+        found = MoEOutput(y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses, records)
         if self.output == "all":
             return found
         collect(found)
@@ -175,7 +190,8 @@ class MultiGateMoE(OutputModule):
         experts: ExpertMLP or ExpertLayer.
         search: the permutation that all tasks share, the "+" of COMET+ (COMET trees), or None.
 
-    Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
+    Input: x (T, D); ids (T,), for gates that use them; mask (T,), as in MoE. Output: MoEOutput with y a tuple of
+    (T, Dout). Losses and
     statistics of gates are named "task0.name"; losses of a gate of several tasks have the name of its first task. In
     training a search adds the loss "permutation". The statistic "task0.gates" (T, E) is the weights after the search.
     Autocast: as in MoE. Source: COMET trees, section 5.1; Ma et al. 2018.
@@ -196,9 +212,11 @@ class MultiGateMoE(OutputModule):
             check_module("MultiGateMoE", "search", search, LocalSearch)
         self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> MoEOutput:
         refuse_reentrant("MultiGateMoE")
-        by_gate = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
+        if mask is not None:
+            check_mask("MultiGateMoE", mask, x.shape[:-1], x.device)
+        by_gate = {gate: call_with_mask("MultiGateMoE", gate, x, ids, mask=mask) for gate in dict.fromkeys(self.gates)}
         outputs = [by_gate[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
         k = sum(output.experts.shape[1] for output in by_gate.values())  # a token has at most k experts
@@ -217,12 +235,15 @@ class MultiGateMoE(OutputModule):
         first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # the first task of a gate
         losses |= {f"{first[gate]}.{name}": loss for gate in by_gate for name, loss in by_gate[gate].losses.items()}
         records = {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
+        records |= {} if mask is None else plan_statistics(plan, mask)
         return MoEOutput(y, plan, tuple(outputs), losses, records)
 
 
-def plan_statistics(plan: RoutingPlan) -> dict[str, Tensor]:
-    """Statistics of a plan: rows per token, rows of every expert over T, and the share of dropped requests."""
-    tokens = max(plan.num_tokens, 1)
+def plan_statistics(plan: RoutingPlan, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Statistics of a plan: rows per token, rows of every expert over T, and the share of dropped requests.
+
+    mask (T,): T is the number of real tokens."""
+    tokens = max(plan.num_tokens, 1) if mask is None else count(mask, torch.get_default_dtype())
     rows = plan.kept.sum() / tokens
     return {"experts_per_token": rows, "load": plan.kept / tokens, "dropped": plan.dropped_share}
 

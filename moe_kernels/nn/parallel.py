@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from moe_kernels.nn._mask import call_with_mask
 from moe_kernels.nn.experts import ExpertMLP, Experts
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.nn.moe import Policy
@@ -299,7 +300,7 @@ class GlobalPolicy:
         _check_mesh("GlobalPolicy", mesh)
         self.policy, self.mesh = policy, mesh
 
-    def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
+    def __call__(self, gate: GateOutput, training: bool, mask: Tensor | None = None) -> tuple[RoutingPlan, Tensor]:
         tokens = gate.weights.shape[0]
         if not torch.compiler.is_compiling():
             self._check_tokens(tokens)
@@ -309,7 +310,10 @@ class GlobalPolicy:
             for each in (gate.weights, gate.experts)
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
-        plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
+        if mask is not None:
+            mask = DTensor.from_local(mask, self.mesh, [Shard(0)]).full_tensor()
+        everyone = replace(gate, weights=weights, experts=experts)
+        plan, weights = call_with_mask("GlobalPolicy", self.policy, everyone, training, mask=mask)
         # num_rows is min(T K, E capacity), T the tokens of all ranks. A capacity only makes this rank's plan shorter,
         # since slot_expert is -1 for dropped choices; if num_rows is T K, it is not needed.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts

@@ -9,6 +9,7 @@ build no (T, E) one-hot matrix, and do not make the host wait for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
@@ -61,7 +62,19 @@ def _check_known(op: str, experts: Tensor, num_experts: int) -> None:
 define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts, _check_known)
 
 
-def _check_plan(op: str, experts: Tensor, num_experts: int, capacity, priority, order, backend) -> None:
+def _check_limit(op: str, limit: Tensor | None, num_experts: int, like: Tensor) -> None:
+    """Raises unless `limit` is None or an int32 tensor, () or (E,), on the device of `like`."""
+    if limit is None:
+        return
+    check_tensor(op, "limit", limit, (torch.int32,))
+    if limit.shape not in ((), (num_experts,)) or limit.device != like.device:
+        raise ValueError(
+            f"{op}: limit must be () or ({num_experts},), the most rows of each expert, on {like.device}; "
+            f"got {tuple(limit.shape)} on {limit.device}"
+        )
+
+
+def _check_plan(op: str, experts: Tensor, num_experts: int, capacity, priority, order, backend, limit=None) -> None:
     num_tokens = check_choices(op, experts)
     _checks.integer(op, "num_experts", num_experts, 1, MOST_EXPERTS)
     if capacity is not None:
@@ -70,18 +83,30 @@ def _check_plan(op: str, experts: Tensor, num_experts: int, capacity, priority, 
         _checks.floating(op, "priority", priority, 1)
         _checks.expect(op, "priority", priority, (num_tokens,), priority.dtype, experts)
     _checks.one_of(op, "order", order, ORDERS)
+    _check_limit(op, limit, num_experts, experts)
 
 
-def _check_scored(op: str, scores: Tensor, capacity: int, backend: str) -> None:
-    _check_scores(op, scores, capacity)
+def _check_scored(op: str, scores: Tensor, capacity: int, backend: str, limit: Tensor | None = None) -> None:
+    _, num_experts, _ = _check_scores(op, scores, capacity)
+    _check_limit(op, limit, num_experts, scores)
 
 
-def make_plan_fwd(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:
+def make_plan_fwd(experts, num_experts, capacity, priority, order, backend, limit=None) -> tuple[Tensor, ...]:
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_unknown_experts(experts, num_experts)
     return backends.load(backend, "make_plan").make_plan_fwd(
-        experts.contiguous(), num_experts, capacity, priority, order
+        experts.contiguous(), num_experts, capacity, priority, order, limit
     )
+
+
+def _plan_scored(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The implementation of plan_expert_choice_fwd or plan_priority_fwd."""
+
+    def run(scores: Tensor, capacity: int, backend: str, limit: Tensor | None = None) -> tuple[Tensor, ...]:
+        forward = getattr(backends.load(backend, name), f"{name}_fwd")
+        return forward(contiguous_rows(scores), capacity, limit)
+
+    return run
 
 
 def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
@@ -89,18 +114,20 @@ def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: i
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order, backend):
+def _make_plan_fake(
+    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order, backend, limit=None
+):
     num_tokens, k = experts.shape
     return _plan_fake(experts, num_tokens, k, num_experts, plan_rows(num_tokens, k, num_experts, capacity))
 
 
-def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
+def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str, limit: Tensor | None = None):
     num_tokens, num_experts = scores.shape
     num_rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
     return _plan_fake(scores, num_tokens, num_experts, num_experts, num_rows)
 
 
-def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):
+def _plan_priority_fake(scores: Tensor, capacity: int, backend: str, limit: Tensor | None = None):
     num_tokens, num_experts = scores.shape
     arrays = _plan_fake(scores, num_tokens, 1, num_experts, plan_rows(num_tokens, 1, num_experts, capacity))
     return *arrays, scores.new_empty((num_tokens, 1), dtype=torch.int32)
@@ -109,27 +136,23 @@ def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):
 _PLAN = ", ".join(["Tensor"] * 7)  # expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped
 
 define(
-    "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend) -> "
-    f"({_PLAN})",
+    "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend, "
+    f"Tensor? limit=None) -> ({_PLAN})",
     make_plan_fwd,
     _make_plan_fake,
     no_flops,
     check=_check_plan,
 )
 define(
-    f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
-    lambda scores, capacity, backend: backends.load(backend, "plan_expert_choice").plan_expert_choice_fwd(
-        contiguous_rows(scores), capacity
-    ),
+    f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend, Tensor? limit=None) -> ({_PLAN})",
+    _plan_scored("plan_expert_choice"),
     _plan_expert_choice_fake,
     no_flops,
     check=_check_scored,
 )
 define(
-    f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
-    lambda scores, capacity, backend: backends.load(backend, "plan_priority").plan_priority_fwd(
-        contiguous_rows(scores), capacity
-    ),
+    f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend, Tensor? limit=None) -> ({_PLAN}, Tensor)",
+    _plan_scored("plan_priority"),
     _plan_priority_fake,
     no_flops,
     check=_check_scored,
@@ -143,12 +166,13 @@ def make_plan(
     capacity: int | None = None,
     priority: Tensor | None = None,
     order: str = "choice",
+    limit: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan of tokens that choose experts; each expert keeps its first `capacity` requests.
 
     A request's slot is the number of earlier requests to the same expert, dropped ones included. The request is kept
-    if its slot is below capacity.
+    if its slot is below capacity, and below limit.
 
     Args:
         experts: (T, K) int32 or int64, the choices of every token, best first; -1 is no choice. A token may name an
@@ -160,6 +184,9 @@ def make_plan(
             the highest. V-MoE takes the largest of a token's gate weights, or their sum.
         order: "choice" visits the first choices of all tokens, then all second choices, and so on (GShard, V-MoE);
             "token" visits every choice of a token before the next token (MegaBlocks).
+        limit: int32, () or (E,), a second bound on the rows of an expert, which is on the device: a capacity that
+            depends on tensors, such as the number of tokens that are no padding. The host does not wait for it, so
+            that R is as without it. A negative limit is 0; None is no limit.
         backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain).
 
     An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU it counts as -1, since a check would wait
@@ -167,8 +194,9 @@ def make_plan(
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
-        ValueError: experts that are not (T, K), a priority that is not (T,) on their device, num_experts < 1,
-            capacity < 0, unknown order, an id as above, or T * K above 2^31 - 1 (rows have int32 indices).
+        ValueError: experts that are not (T, K), a priority that is not (T,) or a limit that is not () or (E,) on
+            their device, num_experts < 1, capacity < 0, unknown order, an id as above, or T * K above 2^31 - 1 (rows
+            have int32 indices).
         BackendError: the named backend cannot run this.
 
     Source: V-MoE, section 4 and algorithms 1 and 2; GShard, algorithm 1.
@@ -194,17 +222,20 @@ def make_plan(
             )
         priority = priority.detach()
     check_choice("make_plan", "order", order, ORDERS)
+    _check_limit("make_plan", limit, num_experts, experts)
     chosen = backends.choose("make_plan", backend, experts)
     if chosen == "reference":
         operators.refuse_unknown_experts(experts, num_experts)
-        plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
+        plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order, limit=limit)
         return RoutingPlan(*plan)
-    arrays = operators.make_plan_fwd(experts, num_experts, capacity, priority, order, chosen)
+    arrays = operators.make_plan_fwd(experts, num_experts, capacity, priority, order, chosen, limit)
     return RoutingPlan(num_tokens, num_experts, *arrays)
 
 
-def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
-    """The plan of experts that choose their tokens: each takes its min(capacity, T) highest scores.
+def plan_expert_choice(
+    scores: Tensor, capacity: int, *, limit: Tensor | None = None, backend: str | None = None
+) -> tuple[RoutingPlan, Tensor]:
+    """The plan of experts that choose their tokens: each takes its min(capacity, limit, T) highest scores.
 
         weights_te = scores_te if expert e takes token t, else 0
 
@@ -212,6 +243,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), usually a softmax over
             experts. Of equal scores the lower token index is taken first; -0.0 equals 0.0, NaN ranks highest.
         capacity: largest number of tokens that an expert takes, from 0.
+        limit: as in make_plan.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
@@ -223,7 +255,8 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
-        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
+        ValueError: scores that are not (T, E), a limit that is not () or (E,) on their device, E < 1, capacity < 0,
+            T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
     Source: Zhou et al. 2022; also in the sparse ViT, section 4, and in V-MoE's public code.
@@ -237,26 +270,30 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
                 [0.0000, 0.8000]])
     """
     num_tokens, num_experts, capacity = _check_scores("plan_expert_choice", scores, capacity)
+    _check_limit("plan_expert_choice", limit, num_experts, scores)
     chosen = backends.choose("plan_expert_choice", backend, scores)
     if chosen == "reference":
-        definition, weights = reference.plan_expert_choice(scores, capacity)
+        definition, weights = reference.plan_expert_choice(scores, capacity, limit)
         return RoutingPlan(*definition), weights
-    arrays = operators.plan_expert_choice_fwd(scores.detach(), capacity, chosen)
+    arrays = operators.plan_expert_choice_fwd(scores.detach(), capacity, chosen, limit)
     plan = RoutingPlan(num_tokens, num_experts, *arrays)
     return plan, torch.where(plan.slot_row >= 0, scores, 0)
 
 
-def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
+def plan_priority(
+    scores: Tensor, capacity: int, *, limit: Tensor | None = None, backend: str | None = None
+) -> tuple[RoutingPlan, Tensor]:
     """The plan of the sparse ViT's priority routing: each token gets at most one expert.
 
     Pairs (token, expert) are visited in descending score, pairs of equal score by token and then by expert. A pair is
-    assigned if the token has no expert yet and the expert has fewer than `capacity` tokens. The result is the stable
-    matching of tokens and experts that all prefer higher scores.
+    assigned if the token has no expert yet and the expert has fewer than `capacity` tokens, and fewer than `limit`.
+    The result is the stable matching of tokens and experts that all prefer higher scores.
 
     Args:
         scores: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), such as the softmax over
             experts. -0.0 equals 0.0, NaN ranks highest.
         capacity: largest number of tokens of an expert, from 0. With ceil(T / E) or more every token gets an expert.
+        limit: as in make_plan.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
     Returns:
@@ -268,7 +305,8 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
 
     Raises:
         TypeError: a tensor or number has another type, dtype or layout, or torch.func or forward-mode AD is used.
-        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E above 2^31 - 1.
+        ValueError: scores that are not (T, E), a limit that is not () or (E,) on their device, E < 1, capacity < 0,
+            T * E above 2^31 - 1.
         BackendError: the named backend cannot run this.
 
     Source: sparse ViT, section 4, "priority routing".
@@ -280,11 +318,12 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
         tensor([0.9000, 0.4000, 0.7000, 0.8000])
     """
     num_tokens, num_experts, capacity = _check_scores("plan_priority", scores, capacity)
+    _check_limit("plan_priority", limit, num_experts, scores)
     chosen = backends.choose_shapes("plan_priority", backend, scores)
     if chosen == "reference":
-        definition, weights = reference.plan_priority(scores, capacity)
+        definition, weights = reference.plan_priority(scores, capacity, limit)
         return RoutingPlan(*definition), weights
-    *arrays, experts = operators.plan_priority_fwd(scores.detach(), capacity, chosen)
+    *arrays, experts = operators.plan_priority_fwd(scores.detach(), capacity, chosen, limit)
     weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
     return RoutingPlan(num_tokens, num_experts, *arrays), weights
 

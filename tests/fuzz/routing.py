@@ -21,6 +21,7 @@ from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.values import KINDS, Spec, describe, make, size, tensors
 
 FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
+LIMITS = (None, None, "one", "each")
 ROUTINGS = ("uniform", "one expert", "no choice", "some without", "skewed")
 
 
@@ -48,29 +49,40 @@ def experts_of(spec: Spec) -> torch.Tensor:
     return experts.int() if spec["seed"] % 2 else experts
 
 
+def _limit_of(spec: Spec) -> torch.Tensor | None:
+    """A limit for all experts or for each: from below zero to more than most have requests."""
+    if spec["limit"] is None:
+        return None
+    shape = () if spec["limit"] == "one" else (spec["experts"],)
+    generator = torch.Generator().manual_seed(spec["seed"] + 1)
+    return torch.randint(-1, 8, shape, generator=generator, dtype=torch.int32)
+
+
 def plan_of(spec: Spec) -> RoutingPlan:
     options = {"capacity": spec["capacity"], "order": spec["order"], "backend": "reference"}
     return mk.make_plan(experts_of(spec), spec["experts"], **options)
 
 
 def _draw_plan(draw: random.Random) -> Spec:
-    return draw_routing(draw) | {"priority": draw.random() < 0.4} | describe(draw, "priority")
+    spec = draw_routing(draw) | {"priority": draw.random() < 0.4, "limit": draw.choice(LIMITS)}
+    return spec | describe(draw, "priority")
 
 
 def _build_plan(spec: Spec) -> Inputs:
     priority = make(spec, "priority", spec["tokens"]) if spec["priority"] else None
     given = {"experts": experts_of(spec), "num_experts": spec["experts"], "capacity": spec["capacity"]}
-    return given | {"priority": priority, "order": spec["order"]}
+    return given | {"priority": priority, "order": spec["order"], "limit": _limit_of(spec)}
 
 
 def _draw_scores(draw: random.Random) -> Spec:
     spec = {"tokens": size(draw, 65), "experts": size(draw, 33, 1), "capacity": size(draw, 70)}
+    spec |= {"limit": draw.choice(LIMITS)}
     return spec | describe(draw, "scores", "grad")
 
 
 def _build_scores(spec: Spec) -> Inputs:
     sizes = dict.fromkeys(PLAN_PRIORITY.tensors, (spec["tokens"], spec["experts"]))
-    return {**tensors(spec, PLAN_PRIORITY, sizes), "capacity": spec["capacity"]}
+    return {**tensors(spec, PLAN_PRIORITY, sizes), "capacity": spec["capacity"], "limit": _limit_of(spec)}
 
 
 def _draw_moving(draw: random.Random, kinds: tuple[str, ...]) -> Spec:

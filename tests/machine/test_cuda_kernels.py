@@ -146,10 +146,11 @@ def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: int, monkeypatch) -> None:
     monkeypatch.setattr(cuda, "PLAN_TILE", tile)
     chosen = torch.where(torch.rand(tokens, k) < 0.5, 0, torch.randint(-1, experts, (tokens, k)))
-    for order in ("choice", "token"):
-        expected = mk.make_plan(chosen, experts, capacity=50, order=order, backend="reference")
+    for order, limit in (("choice", None), ("token", None), ("choice", torch.arange(-9, experts - 9).int())):
+        options = {"capacity": 50, "order": order, "limit": limit}
+        expected = mk.make_plan(chosen, experts, **options, backend="reference")
         with cuda_launch.use(2):
-            got = mk.make_plan(chosen, experts, capacity=50, order=order, backend="cuda")
+            got = mk.make_plan(chosen, experts, **options, backend="cuda")
         for name, array in expected.state_dict().items():
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
@@ -160,11 +161,11 @@ REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),
     ]),
-    ("make_plan_fwd", [0, 0, 0, 1, *[0] * 7], [
+    ("make_plan_fwd", [0, 0, 0, 0, 1, *[0] * 7], [
         (4, -1, 1, 1, 1, 0, 1), (4, 2**20, 2**12, 1, 1, 0, 1), (4, 1, 1, 0, 1, 1, 1), (4, 1, 1, 1, -1, 1, 1),
         (4, 1, 1, 1, 1, 2, 1), (4, 3, 2, 4, 1, 3, 1), (4, 3, 2, 2, 4, 5, 1),  # fewer rows than min(T * K, E * capacity)
     ]),
-    *(("make_plan_fwd", [0, 0, 0, chunks, *[0] * 7], [(4, 1, 1, 1, 1, 1, 1)]) for chunks in (0, 1025)),
+    *(("make_plan_fwd", [0, 0, 0, 0, chunks, *[0] * 7], [(4, 1, 1, 1, 1, 1, 1)]) for chunks in (0, 1025)),
     # iterations, p, scratch, stride of scratch, batch, n
     *(("sinkhorn_fwd", [0, 1, 1, 1.0, 1.0, 2, 0, 0, stride], [(dtype, 1, n, 0, 0, -1.0)])
       for dtype, n, stride in ((0, 8, 0), (0, 8, 12), (1, 64, -8), (1, 65, 8), (2, 1024, 2**22))),

@@ -124,7 +124,9 @@ def test_experts_choose_in_every_group():
         (10, ExpertChoice(1.4), 4),  # 1.4 * 10 / 4 = 3.5, rounded to even
         (9, ExpertChoice(multiple_of=1), 3),
         (9, ExpertChoice(multiple_of=4), 4),
-        (1, ExpertChoice(), 0),
+        (1, ExpertChoice(), 1),  # 0.25: at least one, so that no layer is silently without experts
+        (2, ExpertChoice(0.1), 1),
+        (9, ExpertChoice(0), 0),
     ],
 )
 def test_experts_choose_a_whole_number_of_tokens(tokens, policy, taken):
@@ -398,7 +400,8 @@ def test_room_is_that_of_the_exact_factor(factor):
     for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))
         assert mk.expert_capacity(tokens, 2, experts, factor, multiple) == expected
-        assert ExpertChoice(factor)._rows(tokens, experts) == round(exact * tokens / experts)
+        rows = ExpertChoice(factor)._rows(tokens, experts)
+        assert rows == max(1 if exact else 0, round(exact * tokens / experts))
 
 
 @pytest.mark.parametrize("policy", [TokenChoice(0), TokenChoice(0, group=4), PriorityRouting(0), ExpertChoice(0)])

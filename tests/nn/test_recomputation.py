@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import moe_kernels.nn as mnn
+from moe_kernels.nn import _recompute
 from moe_kernels.nn.gates import CompetitionGate, PermutedGate, RandomGate
 from moe_kernels.nn.schedules import falling_rate
 
@@ -93,3 +95,77 @@ def test_noise_of_a_generator_is_refused_where_it_would_be_another(kind, compile
     out = checkpoint(layer, torch.randn(T, D), ids, use_reentrant=False)
     with pytest.raises(RuntimeError, match="generator would draw other numbers"):
         out.y.sum().backward()
+
+
+def gate_of(kind: str):
+    if kind == "search":
+        pytest.importorskip("scipy", reason="hardening needs scipy")
+        return PermutedGate(mnn.SoftmaxGate(D, E), mnn.LocalSearch(E, 40, noise=0.1)), mnn.ExpertMLP(E, D, 6)
+    experts = mnn.ExpertMLP(E, D, 6)
+    coin = torch.Generator().manual_seed(3) if kind == "own coin" else None
+    rate = (lambda step: float(step % 3 == 1)) if kind == "rate of steps" else 0.5
+    return CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=rate, coin=coin), experts
+
+
+class Twice(torch.nn.Module):
+    """A layer that runs twice in one forward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.tanh() + self.layer(x))
+
+
+def passes(layer, run, count: int) -> list[torch.Tensor]:
+    """The gradients of `count` forwards that all run before one backward each, the last forward's first."""
+    torch.manual_seed(0)
+    xs = [torch.randn(T, D, requires_grad=True) for _ in range(count)]
+    ys = [run(layer, x) for x in xs]
+    for y in reversed(ys):
+        y.square().sum().backward()
+    return [each.grad for each in (*xs, *layer.parameters()) if each.grad is not None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("shape", ["once", "twice"])
+@pytest.mark.parametrize("kind", ["search", "coin", "own coin", "rate of steps"])
+def test_several_forwards_before_a_backward(kind, shape, reentrant):
+    """Each repeated forward takes its own step: its temperature, or whether experts compete."""
+    torch.manual_seed(5)
+    gate, experts = gate_of(kind)
+    layer = mnn.MoE(gate, experts, output="tensor")
+    layer = Twice(layer) if shape == "twice" else layer
+    other = copy.deepcopy(layer)
+    want = passes(layer, lambda call, x: call(x), 6)
+    got = passes(other, lambda call, x: checkpoint(call, x, use_reentrant=reentrant), 6)
+    assert len(got) == len(want)
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("kind", ["search", "own coin"])
+def test_a_repeated_forward_that_may_be_any_of_several_is_refused_by_name(kind, monkeypatch):
+    """As in checkpoints of other packages, where torch's objects for a checkpointed call are missing."""
+    monkeypatch.setattr(_recompute, "_checkpointed_call", lambda: (None, False))
+    gate, experts = gate_of(kind)
+    layer = mnn.MoE(gate, experts, output="tensor")
+    for _ in range(3):  # one forward, one backward
+        checkpoint(layer, torch.randn(T, D, requires_grad=True), use_reentrant=False).sum().backward()
+    first, _ = (checkpoint(layer, torch.randn(T, D, requires_grad=True), use_reentrant=False) for _ in range(2))
+    name = "LocalSearch" if kind == "search" else "CompetitionGate"
+    with pytest.raises(
+        RuntimeError, match=f"{name}: a checkpoint repeats a forward in backward, 2 forwards ran before"
+    ):
+        first.sum().backward()
+
+
+def test_what_is_remembered_goes_with_the_graph():
+    gate, experts = gate_of("own coin")
+    layer = mnn.MoE(gate, experts, output="tensor")
+    y = checkpoint(layer, torch.randn(T, D, requires_grad=True), use_reentrant=False)
+    copy.deepcopy(layer)
+    del y
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, _recompute._CheckpointFrame)]

@@ -183,9 +183,8 @@ def test_an_averaged_table_is_the_table(kind, decay):
         assert torch.equal(each(torch.zeros(len(ids), 1), ids).experts, gate(torch.zeros(len(ids), 1), ids).experts)
 
 
-def test_state_dicts_hold_tables():
+def test_state_dicts_of_before_with_tables_load():
     for gate, name in ((mnn.HashGate(IDS, E), "table"), (mnn.ManualGate([2, 0, 1]), "assignment")):
-        assert torch.equal(gate.state_dict()[name], gate.table)
         table = gate.table.flip(0)
         torch.nn.Sequential(gate).load_state_dict({f"0.{name}": table})
         assert torch.equal(gate.table, table)
@@ -213,3 +212,58 @@ def test_codes_are_there_after_to_empty_and_a_state_dict():
     assert torch.equal(made(x).gates, gate(x).gates)
     bits = [[(expert >> place) & 1 for place in (1, 0)] for expert in range(3)]
     assert made.bits.int().tolist() == bits
+
+
+def with_state():
+    """Modules whose state is no parameter, each changed, and a function that reads the state."""
+    experts = mnn.ExpertMLP(E, D, 5)
+    stable, staged = mnn.StableGate(D, E, IDS), mnn.StagedGate(mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 1))
+    competing = mnn.MoE(mnn.CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=1.0), experts)
+    stable.begin_stage_two()
+    staged.stage = 2
+    competing(torch.randn(T, D))
+    return {
+        "stable": (stable, lambda each: each.stage),
+        "staged": (staged, lambda each: each.stage),
+        "competition": (competing, lambda each: each.gate.steps),
+        "hash": (mnn.HashGate(IDS, E), lambda each: each.table.tolist()),
+        "manual": (mnn.ManualGate([3, 0, 1, 2]), lambda each: each.table.tolist()),
+    }
+
+
+def search_with_state():
+    pytest.importorskip("scipy", reason="hardening needs scipy")
+    search = mnn.LocalSearch(E, 5)
+    search(torch.rand(3, E))
+    return search, lambda each: each.step
+
+
+@pytest.mark.parametrize("name", ["stable", "staged", "competition", "hash", "manual", "local search"])
+def test_every_state_is_a_tensor_that_files_of_tensors_hold(name, tmp_path):
+    """safetensors, save_pretrained and offloading take tensors alone."""
+    made, read = search_with_state() if name == "local search" else with_state()[name]
+    state = made.state_dict()
+    assert all(isinstance(each, torch.Tensor) for each in state.values())
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    again = copy.deepcopy(made)
+    safetensors.save_model(made, str(tmp_path / "model.safetensors"))
+    for each in again.modules():
+        if hasattr(each, "stage"):
+            each.stage = 1
+        if isinstance(each, mnn.CompetitionGate):
+            each.steps = 0
+        if isinstance(each, mnn.LocalSearch):
+            each.step = 0
+        if hasattr(each, "codes"):
+            each.reset_parameters(torch.Generator().manual_seed(3))
+    safetensors.load_model(again, str(tmp_path / "model.safetensors"))
+    assert read(again) == read(made)
+
+
+@pytest.mark.parametrize("name", ["stable", "staged", "competition"])
+def test_states_that_were_saved_as_numbers_load(name):
+    made, read = with_state()[name]
+    state = made.state_dict()
+    (key,) = (each for each in state if each.endswith("_extra_state"))
+    made.load_state_dict(state | {key: 7})
+    assert read(made) == 7

@@ -51,14 +51,16 @@ def of_topk_gate(b: str, device: str) -> Calls:
 
 def of_plans(b: str, device: str) -> Calls:
     experts, scores = torch.randint(-1, E, (T, K), device=device), torch.rand(T, E, device=device)
+    limit = torch.arange(1, E + 1, dtype=torch.int32, device=device)
     return {
         "refuse_unknown_experts": [(experts, E)],
         "make_plan_fwd": [
             (experts, E, 3, torch.rand(T, device=device), "choice", b),
             (experts.int(), E, None, None, "token", b),
+            (experts, E, None, None, "choice", b, limit[0]),
         ],
-        "plan_expert_choice_fwd": [(scores, 3, b)],
-        "plan_priority_fwd": [(scores, 3, b)],
+        "plan_expert_choice_fwd": [(scores, 3, b), (scores, 3, b, limit)],
+        "plan_priority_fwd": [(scores, 3, b), (scores, 3, b, limit[0])],
     }
 
 

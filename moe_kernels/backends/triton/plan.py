@@ -104,6 +104,7 @@ def _plan_scan(
     capacity,
     chunks,
     E,
+    limit_ptr,  # (E), or None: the capacity alone
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,7 +118,7 @@ def _plan_scan(
     tl.debug_barrier()
     if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
-        _finish(requested_ptr, kept_ptr, expert_offsets_ptr, dropped_ptr, capacity, E, BLOCK)
+        _finish(requested_ptr, kept_ptr, expert_offsets_ptr, dropped_ptr, capacity, limit_ptr, E, BLOCK)
 
 
 @triton.jit
@@ -145,6 +146,7 @@ def _finish(
     expert_offsets_ptr,
     dropped_ptr,
     capacity,
+    limit_ptr,
     E,
     BLOCK: tl.constexpr,
 ):
@@ -155,6 +157,8 @@ def _finish(
         e = start + tl.arange(0, BLOCK)
         requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # L1 may hold old values
         kept = tl.minimum(requested, capacity)
+        if limit_ptr is not None:
+            kept = tl.minimum(kept, tl.maximum(tl.load(limit_ptr + e, mask=e < E, other=0), 0))
         tl.store(kept_ptr + e, kept, mask=e < E)
         tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
         used += tl.sum(kept)
@@ -179,6 +183,7 @@ def _plan_rank(
     T,
     K,
     E,
+    kept_ptr,  # (E) rows of each expert, or None: the capacity alone decides
     VISIT: tl.constexpr,
     BY_CHOICE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -207,7 +212,10 @@ def _plan_rank(
         tl.debug_barrier()
         tl.store(next_ptr + expert, slot + 1, mask=valid & (later == 0))
         tl.debug_barrier()
-        keep = valid & (slot < capacity)
+        if kept_ptr is not None:
+            keep = valid & (slot < tl.load(kept_ptr + expert, mask=valid, other=0))
+        else:
+            keep = valid & (slot < capacity)
         row = tl.load(expert_offsets_ptr + expert, mask=valid, other=0) + slot
         tl.store(slot_row_ptr + token * K + choice, tl.where(keep, row, -1), mask=place < end)
         tl.store(row_token_ptr + row, token.to(tl.int32), mask=keep)
@@ -289,7 +297,12 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
 
 @on_device
 def make_plan_fwd(
-    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str
+    experts: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    priority: Tensor | None,
+    order: str,
+    limit: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     num_tokens, k = experts.shape
     total = num_tokens * k
@@ -306,7 +319,8 @@ def make_plan_fwd(
     chunk = triton.cdiv(tiles, max(1, min(CHUNKS, COUNTS // num_experts))) * TILE
     chunks = triton.cdiv(total, chunk)
     counts = experts.new_empty((chunks, num_experts), dtype=torch.int32)
-    limit = total if capacity is None else min(capacity, total)
+    room = total if capacity is None else min(capacity, total)
+    each_limit = None if limit is None else limit.expand(num_experts).contiguous()
     requests = (experts, experts if visit is None else visit, counts)
     sizes = (chunk, num_tokens, k, num_experts)
     options = {"VISIT": visit is not None, "BY_CHOICE": order == "choice"}
@@ -318,12 +332,13 @@ def make_plan_fwd(
     block_c = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(
         _plan_scan, (triton.cdiv(num_experts, SCAN_TILE.value // block_c),),
-        counts, dropped, requested, kept, expert_offsets, dropped, limit, chunks, num_experts,
+        counts, dropped, requested, kept, expert_offsets, dropped, room, chunks, num_experts, each_limit,
         CHUNKS=CHUNKS, BLOCK=window, num_warps=8,
     )  # fmt: skip
     launch(
         _plan_rank, (chunks,),
-        *requests, expert_offsets, row_token, row_choice, slot_row, limit, num_rows, *sizes, **options,
+        *requests, expert_offsets, row_token, row_choice, slot_row, room, num_rows, *sizes,
+        None if limit is None else kept, **options,
         BLOCK=TILE, num_warps=1,
     )  # fmt: skip
     return arrays
@@ -337,27 +352,35 @@ plan_priority_supports = plan_expert_choice_supports
 
 
 @on_device
-def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The plan in which every expert takes the min(capacity, T) tokens of highest score in its column (T, E)."""
+def plan_expert_choice_fwd(scores: Tensor, capacity: int, limit: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The plan in which every expert takes the min(capacity, limit, T) tokens of highest score in its column (T, E)."""
     num_tokens, num_experts = scores.shape
+    expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
+    if limit is not None:  # kWTA has one k for all columns
+        best = torch.sort(scores, dim=0, descending=True, stable=True).indices
+        place = torch.arange(num_tokens, dtype=torch.int32, device=scores.device)[:, None]
+        among_best = (place < limit.clamp(max=capacity)).expand_as(best)
+        chosen = torch.zeros_like(among_best).scatter_(0, best, among_best)
+        return make_plan_fwd(torch.where(chosen, expert, -1), num_experts, capacity, None, "choice")
     # Of equal scores kWTA takes the first, so it takes none of the padding, which is -inf and comes last.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
-    expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
     return make_plan_fwd(torch.where(chosen, expert, -1).contiguous(), num_experts, capacity, None, "choice")
 
 
 @on_device
-def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
+def plan_priority_fwd(scores: Tensor, capacity: int, limit: Tensor | None = None) -> tuple[Tensor, ...]:
     num_tokens, num_experts = scores.shape
     capacity = min(capacity, num_tokens)
     pairs = torch.sort(scores.flatten(), descending=True, stable=True).indices
     experts = scores.new_full((num_tokens, 1), -1, dtype=torch.int32)
     room = scores.new_full((num_experts,), capacity, dtype=torch.int32)
-    limit = min(num_tokens, num_experts * capacity)
-    if limit:
-        sizes = (limit, pairs.numel(), num_experts)
+    if limit is not None:
+        room = torch.minimum(room, limit.clamp(min=0))
+    most = min(num_tokens, num_experts * capacity)  # pairs that can be assigned
+    if most:
+        sizes = (most, pairs.numel(), num_experts)
         launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=MATCH_BLOCK, TILE=MATCH_TILE, num_warps=4)
     first = scores.argmax(dim=1) if num_tokens else pairs
     requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))

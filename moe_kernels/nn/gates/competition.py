@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
-from moe_kernels.nn._recompute import is_recomputing
+from moe_kernels.nn._mask import call_with_mask, real_choices
+from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import competition_loss
 from moe_kernels.ops._checks import check_number
@@ -45,8 +46,8 @@ class CompetitionGate(Gate):
     1, and on competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass. State dicts hold
-    it. For a repeated forward, the draw of `coin` and a `rate` that is a function are those of the last step; so each
-    backward must precede the next forward.
+    it. A repeated forward competes if the forward that it repeats did; RuntimeError if torch's checkpoint does not say
+    which one that is and several forwards ran before the backward.
 
     Source: CompeteSMoE, sections 3.1 to 3.3, eqs. 3 to 5.
 
@@ -80,12 +81,12 @@ class CompetitionGate(Gate):
         self.router, self.alpha = router, check_number("CompetitionGate", "alpha", alpha)
         self.through_norms, self.coin = through_norms, coin
         self._experts = (experts,)  # a tuple, so that the experts are no submodule
-        self.steps, self._competed = 0, False
+        self.steps, self._draws = 0, Remembered()
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         if self.training and self._draw_competition():
-            return self._compete(x)
-        routed = self.router(x, ids)
+            return self._compete(self.real(x, None, mask)[0], mask)
+        routed = call_with_mask("CompetitionGate", self.router, x, ids, mask=mask)
         return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -94,16 +95,16 @@ class CompetitionGate(Gate):
     @on_the_host("CompetitionGate: the host draws whether experts compete")
     def _draw_competition(self) -> bool:
         """Draws whether this step is a competition, and counts the step."""
-        repeated = is_recomputing()  # if so, the checkpoint has restored torch's own generator, but not `coin`
-        if repeated and self.coin is not None:
-            return self._competed
-        step = self.steps - repeated
-        rate = self.rate(step) if callable(self.rate) else self.rate
-        self._competed = torch.rand((), generator=self.coin, device="cpu").item() < rate
-        self.steps = step + 1
-        return self._competed
+        if is_recomputing() and self.coin is None:
+            torch.rand((), device="cpu")  # so that later draws of the repeated forward are those of the first one
+        return self._draws.take("CompetitionGate", self._next_draw)
 
-    def _compete(self, x: Tensor) -> GateOutput:
+    def _next_draw(self) -> bool:
+        rate = self.rate(self.steps) if callable(self.rate) else self.rate
+        self.steps += 1
+        return torch.rand((), generator=self.coin, device="cpu").item() < rate
+
+    def _compete(self, x: Tensor, mask: Tensor | None) -> GateOutput:
         (experts,) = self._experts
         k = self.router.k
         norms = experts(x, None, None, part="norms")
@@ -111,17 +112,18 @@ class CompetitionGate(Gate):
         # The router's input is a constant here, since the loss trains only the router (eqs. 4 and 5).
         logits = self._logits(x.detach())
         router_weights, chosen = topk_gate(logits, k, backend=self.router.backend)
-        loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)
+        loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts, mask)
         weights = attach_unused(weights, self.router.parameters())
         agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
-        records = {"competed": x.new_ones(()), "agreement": agreement}
+        records = masked_records({"competed": x.new_ones(()), "agreement": agreement}, mask)
+        weights, winners = real_choices(weights, winners, mask)
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, records)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, alpha={self.alpha:g}, through_norms={self.through_norms}"
 
-    def get_extra_state(self) -> int:
-        return self.steps
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.steps, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.steps = int(state)

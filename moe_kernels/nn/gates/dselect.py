@@ -7,6 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import RouterLinear
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import tree_entropy
@@ -73,22 +74,26 @@ class DSelectKGate(Gate):
     @property
     def bits(self) -> Tensor:
         """(E, m) bool: the code of every expert. It is no buffer, since to_empty would leave a buffer undefined."""
-        device, m = self.code.weight.device, self._code_length
+        return self._bits(self.code.weight.device)
+
+    def _bits(self, device: torch.device) -> Tensor:
+        m = self._code_length
         shifts = torch.arange(m - 1, -1, -1, device=device)
         return (torch.arange(self.num_experts, device=device)[:, None] >> shifts) & 1 == 1
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
         # Not prod(-1): its backward pass makes the host wait for a GPU, to learn whether a factor is 0.
-        selectors = reduce(torch.mul, torch.where(self.bits, set_, clear).unbind(-1))
+        selectors = reduce(torch.mul, torch.where(self._bits(z.device), set_, clear).unbind(-1))
         gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
         losses = {}
         if self.training and self.entropy:
-            losses["entropy"] = self.entropy * tree_entropy(selectors)
+            losses["entropy"] = self.entropy * tree_entropy(selectors, mask=mask)
         if self.training and self.reciprocal and self.num_experts & (self.num_experts - 1):
-            losses["reciprocal"] = self.reciprocal * (1 / (selectors.sum(-1) + 1e-6)).sum()
-        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
+            losses["reciprocal"] = self.reciprocal * real_rows(1 / (selectors.sum(-1) + 1e-6), mask).sum()
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()}, mask)
 
     def extra_repr(self) -> str:
         return f"k={self.k}, gamma={self.gamma:g}, entropy={self.entropy:g}, reciprocal={self.reciprocal:g}"

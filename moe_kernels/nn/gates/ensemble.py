@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._mask import real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import cv_squared, selection_chances
@@ -69,14 +70,16 @@ class EnsembleGate(Gate):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         linear_init_(self.weight, self.weight.shape[1], generator)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         member = self.check_ids(x, ids, self.members, "the member of each token")
         logits = self._of_member(x, member)
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
         first = member.to(torch.int32)[:, None] * (self.num_experts // self.members)  # the member's first expert
-        losses = self._losses(logits, noise, member) if self.training else {}
-        return GateOutput(weights, experts + first, self.num_experts, losses=losses)
+        weights, experts = real_choices(weights, experts + first, mask)
+        losses = self._losses(logits, noise, member, mask) if self.training else {}
+        return GateOutput(weights, experts, self.num_experts, losses=losses)
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -88,13 +91,13 @@ class EnsembleGate(Gate):
         of_all = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
         return of_all[torch.arange(x.shape[0], device=x.device), member]
 
-    def _losses(self, logits: Tensor, noise: Tensor | None, member: Tensor) -> dict[str, Tensor]:
+    def _losses(self, logits: Tensor, noise: Tensor | None, member: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         losses = {}
         if self.importance:
-            losses["importance"] = self.importance * self._mean_cv_squared(logits.softmax(-1), member)
+            losses["importance"] = self.importance * self._mean_cv_squared(real_rows(logits.softmax(-1), mask), member)
         if self.load and noise is not None:
             chances = selection_chances(logits, logits + noise, self.k, 1 / logits.shape[1])
-            losses["load"] = self.load * self._mean_cv_squared(chances, member)
+            losses["load"] = self.load * self._mean_cv_squared(real_rows(chances, mask), member)
         return losses
 
     def _mean_cv_squared(self, values: Tensor, member: Tensor) -> Tensor:

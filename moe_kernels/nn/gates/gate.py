@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moe_kernels._pytree import register
+from moe_kernels.nn._mask import mean, real_choices, real_tokens
 from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import noise_generator
@@ -22,11 +23,12 @@ from moe_kernels.ops.topk_gate import topk_gate
 class GateOutput:
     """The experts of every token and their weights, for sparse and dense gates alike.
 
-    * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and a token names no expert twice.
+    * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and a token names no expert twice. Masked
+      tokens have experts -1 and weights 0.
     * num_experts: E.
     * dense: if True, K = E and experts[t] is 0 .. E - 1 for every token t.
     * losses: scalars by name, already times their coefficients, to be added to the task's loss; none in evaluation.
-    * records: detached tensors by name, from which `statistics` computes its scalars.
+    * records: detached tensors by name, from which `statistics` computes its scalars; with a mask the scalars.
 
     A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
 
@@ -45,11 +47,18 @@ class GateOutput:
 
     @classmethod
     def of_gates(
-        cls, gates: Tensor, losses: dict[str, Tensor] | None = None, records: dict[str, Tensor] | None = None
+        cls,
+        gates: Tensor,
+        losses: dict[str, Tensor] | None = None,
+        records: dict[str, Tensor] | None = None,
+        mask: Tensor | None = None,
     ) -> GateOutput:
-        """The output of a dense gate that gives the weights `gates` (T, E)."""
+        """The output of a dense gate that gives the weights `gates` (T, E). With a mask (T,) masked tokens have none,
+        so that the output counts as sparse, and the records are reduced to the statistics of the real tokens."""
         experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device).expand(gates.shape)
-        return cls(gates, experts, gates.shape[1], True, losses or {}, records or {})
+        weights, experts = real_choices(gates, experts, mask)
+        records = masked_records(records or {}, mask)
+        return cls(weights, experts, gates.shape[1], mask is None, losses or {}, records)
 
     @property
     def gates(self) -> Tensor:
@@ -79,12 +88,27 @@ register(GateOutput, constants=("num_experts", "dense"))
 
 
 def _statistic(name: str, record: Tensor) -> Tensor:
-    values = ((record >= 1e-5).sum(-1) if name == "experts_per_sample" else record).float()
+    values = _values(name, record)
     return values.mean() if values.numel() else values.sum()  # no NaN for an empty batch
 
 
+def _values(name: str, record: Tensor) -> Tensor:
+    """The values whose mean is the statistic `name`; a record of no dimensions is the statistic."""
+    return ((record >= 1e-5).sum(-1) if name == "experts_per_sample" and record.dim() else record).float()
+
+
+def masked_records(records: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    """The records with those of (T, ...) reduced to their statistics over the real tokens; unchanged without a mask."""
+    if mask is None:
+        return records
+    return {name: mean(_values(name, each), mask).mean() if each.dim() else each for name, each in records.items()}
+
+
 class Gate(KeepsFloat32, OutputModule):
-    """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
+    """A gate: `gate(x, ids=None, mask=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or
+    indices of a vocabulary. mask (T,) bool is True for real tokens: a masked token gets experts -1 and weights 0, is
+    in no loss or statistic, and its x and id are not read. A gate of your own needs `mask` only in layers that are
+    called with one.
 
     Gates with parameters convert x to the dtype of the parameters and compute in this dtype, also under autocast, since
     bfloat16 logits could lead to other choices. Autocast does act on the experts, which CompetitionGate calls to choose
@@ -117,8 +141,12 @@ class Gate(KeepsFloat32, OutputModule):
             check_size(name, "dim", dim)
         self.num_experts = check_int(name, "num_experts", num_experts, fewest, 2**31 - 1, "experts")
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         raise NotImplementedError
+
+    def real(self, x: Tensor, ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x (T, D) and ids (T,) with zeros for masked tokens; raises unless mask is None or (T,) bool."""
+        return real_tokens(type(self).__name__, x, ids, mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The router's logits (T, E) without noise, for `router_probs`; None for a gate without such logits."""
@@ -134,16 +162,31 @@ class Gate(KeepsFloat32, OutputModule):
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)
 
-    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """linear(x) (T, out) in the dtype of the linear's weight."""
-        return self.product(x, linear.weight, linear.bias)
+    def project(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """linear(x) (T, out) in the dtype of the linear's weight.
+
+        Calls the module, so that its hooks run, and so that a module which wraps or replaces an nn.Linear, such as
+        LoRA's, computes what it adds.
+        """
+        weight = _weight_of(linear)
+        self._check_x(x, getattr(linear, "in_features", weight.shape[-1]))
+        with without_autocast(x.device.type):
+            return linear(x.to(weight.dtype) if weight.is_floating_point() else x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""
-        if x.dim() != 2 or x.shape[1] != weight.shape[1]:
-            raise ValueError(f"{type(self).__name__}: x must be (T, {weight.shape[1]}), got shape {tuple(x.shape)}")
+        self._check_x(x, weight.shape[1])
+        if weight.is_meta and not x.is_meta:
+            raise RuntimeError(
+                f"{type(self).__name__}: the gate's own weight {tuple(weight.shape)} is on the meta device and x on "
+                f"{x.device}; call the gate itself, so that the hooks that load offloaded weights run"
+            )
         with without_autocast(x.device.type):
             return F.linear(x.to(weight.dtype), weight, bias)
+
+    def _check_x(self, x: Tensor, dim: int) -> None:
+        if x.dim() != 2 or x.shape[1] != dim:
+            raise ValueError(f"{type(self).__name__}: x must be (T, {dim}), got shape {tuple(x.shape)}")
 
     def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if ids are None or do not fit x.
@@ -168,6 +211,12 @@ class Gate(KeepsFloat32, OutputModule):
     known = check_ids  # former name, for existing subclasses
 
 
+def _weight_of(linear: nn.Module) -> Tensor:
+    """The weight of a linear layer; of a wrapper without `weight`, its first parameter."""
+    weight = getattr(linear, "weight", None)
+    return weight if isinstance(weight, Tensor) else next(linear.parameters())
+
+
 class TopKRouter(Gate):
     """Base of gates that choose k experts by their `_logits`: weights, experts = topk_gate(logits, k)."""
 
@@ -180,9 +229,10 @@ class TopKRouter(Gate):
         self.k = check_int(name, "k", k, 1, num_experts, "choices among E experts")
         self.backend = check_backend(name, backend)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        weights, experts = topk_gate(self._logits(x, ids), self.k, backend=self.backend)
-        return GateOutput(weights, experts, self.num_experts)
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
+        choices = topk_gate(self._logits(x, ids), self.k, backend=self.backend)
+        return GateOutput(*real_choices(*choices, mask), self.num_experts)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         raise NotImplementedError

@@ -11,6 +11,13 @@ from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_size
 
 
+class FrozenLinear(nn.Linear):
+    """An nn.Linear whose parameters get no gradient, even if requires_grad_() of a whole model sets their flags."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.detach(), None if self.bias is None else self.bias.detach())
+
+
 class HyperRouterGate(TopKRouter):
     """k experts a token: topk_gate(W x + b, k) with (W | b) = H(v) reshaped (E, D + 1), the last column the bias.
 
@@ -44,9 +51,9 @@ class HyperRouterGate(TopKRouter):
         hidden = check_size("HyperRouterGate", "hidden", hidden)
         self.embedding = nn.Parameter(torch.randn(1, dim, device=device, dtype=dtype))
         self.hypernetwork = nn.Sequential(
-            nn.Linear(dim, hidden, device=device, dtype=dtype),
+            FrozenLinear(dim, hidden, device=device, dtype=dtype),
             nn.ReLU(),
-            nn.Linear(hidden, num_experts * (dim + 1), device=device, dtype=dtype),
+            FrozenLinear(hidden, num_experts * (dim + 1), device=device, dtype=dtype),
         ).requires_grad_(False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -55,12 +62,12 @@ class HyperRouterGate(TopKRouter):
 
     def requires_grad_(self, requires_grad: bool = True) -> HyperRouterGate:
         super().requires_grad_(requires_grad)
-        self.hypernetwork.requires_grad_(False)
+        for module in self.hypernetwork.modules():  # what wraps a FrozenLinear, such as LoRA, may train
+            if isinstance(module, FrozenLinear):
+                module.requires_grad_(False)
         return self
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        w_in, b_in, w_out, b_out = (each.detach() for each in self.hypernetwork.parameters())
         with without_autocast(x.device.type):
-            hidden = F.linear(self.embedding, w_in, b_in).relu()
-            rows = F.linear(hidden, w_out, b_out).view(self.num_experts, -1)
+            rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
         return self.product(x, rows[:, :-1], rows[:, -1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._mask import call_with_mask
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.ops._checks import check_module
@@ -38,12 +39,11 @@ class PermutedGate(Gate):
             )
         self.gate, self.search = gate, search
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        output = self.gate(x, ids)
-        permutation = self.search.permutation()
-        gates = self.search.permute(output.gates, permutation)
-        losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
-        return GateOutput.of_gates(gates, output.losses | losses, output.records)
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        output = call_with_mask("PermutedGate", self.gate, x, ids, mask=mask)
+        gates, regulariser = self.search(output.gates)  # a call of the module, so that its hooks run
+        losses = {"permutation": regulariser} if self.training else {}
+        return GateOutput.of_gates(gates, output.losses | losses, output.records, mask)
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:

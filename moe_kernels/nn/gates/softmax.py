@@ -47,13 +47,14 @@ class SoftmaxGate(Gate):
         self.importance = check_number("SoftmaxGate", "importance", importance)
         self.noise, self.generator = noise, generator
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         logits = self._logits(x)
         noisy = logits + expert_noise(logits, self.generator) if self.noise and self.training else logits
         losses = {}
         if self.training and self.importance:
-            losses["importance"] = self.importance * importance_loss(logits.softmax(-1))
-        return GateOutput.of_gates(noisy.softmax(-1), losses)
+            losses["importance"] = self.importance * importance_loss(logits.softmax(-1), mask=mask)
+        return GateOutput.of_gates(noisy.softmax(-1), losses, mask=mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         return self.project(self.linear, x)

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._mask import count, mean, real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.nn.losses import batch_mean
 from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
@@ -82,14 +82,15 @@ class StableGate(Gate):
         """Begins stage two: the small router chooses the experts in training, too."""
         self.stage = 2
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         affinity = self.product(x, self.centroids)
         losses = {}
         learning = self.training and self.stage == 1
         if learning:
             experts = affinity.detach().argmax(-1)
             cross_entropy = F.cross_entropy(self._logits(x, ids), experts, reduction="none")
-            losses["distill"] = self.distill * batch_mean(cross_entropy)
+            losses["distill"] = self.distill * mean(cross_entropy, mask)
         else:
             with torch.no_grad():
                 experts = self._logits(x, ids).argmax(-1)
@@ -98,10 +99,12 @@ class StableGate(Gate):
             weights = attach_unused(weights, (*self.embedding.parameters(), *self.router.parameters()))
         if learning:
             ones = torch.ones(x.shape[0], dtype=torch.promote_types(weights.dtype, torch.float32), device=x.device)
-            count = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
-            mean = max(x.shape[0], 1) / self.num_experts
-            losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])
-        return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
+            ones = real_rows(ones, mask)
+            counts = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
+            nbar = (max(x.shape[0], 1) if mask is None else count(mask, ones.dtype)) / self.num_experts
+            losses["balance"] = self.balance * mean(((counts - nbar) / nbar)[experts] * weights[:, 0], mask)
+        weights, experts = real_choices(weights, experts.to(torch.int32)[:, None], mask)
+        return GateOutput(weights, experts, self.num_experts, losses=losses)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """The logits (T, E) of the small router, which depend only on the ids."""
@@ -111,8 +114,8 @@ class StableGate(Gate):
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, balance={self.balance:g}, distill={self.distill:g}, stage={self.stage}"
 
-    def get_extra_state(self) -> int:
-        return self.stage
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.stage, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.stage = int(state)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._mask import call_with_mask, mean
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
-from moe_kernels.nn.losses import batch_mean
 from moe_kernels.ops._checks import check_module, check_number
 
 
@@ -51,19 +51,19 @@ class StagedGate(Gate):
         self.distill = check_number("StagedGate", "distill", distill)
         self.second_in_evaluation = second_in_evaluation
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         if self._in_use() is self.first:
-            output = self.first(x, ids)
+            output = call_with_mask("StagedGate", self.first, x, ids, mask=mask)
             return replace(output, weights=attach_unused(output.weights, self.second.parameters()))
-        output = self.second(x, ids)
+        output = call_with_mask("StagedGate", self.second, x, ids, mask=mask)
         output = replace(output, weights=attach_unused(output.weights, self.first.parameters()))
         if not (self.training and self.distill and self.stage == 2 and isinstance(self.second, TopKGate)):
             return output
         with torch.no_grad():
-            target = self.first(x, ids).gates
-        log_probs = self.second._logits(x).log_softmax(-1)
+            target = call_with_mask("StagedGate", self.first, x, ids, mask=mask).gates
+        log_probs = self.second._logits(self.real(x, None, mask)[0]).log_softmax(-1)
         divergence = F.kl_div(log_probs, target.to(log_probs.dtype), reduction="none").sum(-1)
-        losses = output.losses | {"distill": self.distill * batch_mean(divergence)}
+        losses = output.losses | {"distill": self.distill * mean(divergence, mask)}
         return replace(output, losses=losses)
 
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
@@ -72,10 +72,10 @@ class StagedGate(Gate):
     def _in_use(self) -> Gate:
         return self.first if self.stage == 1 and (self.training or not self.second_in_evaluation) else self.second
 
-    def get_extra_state(self) -> int:
-        return self.stage
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.stage, device="cpu")
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state: Tensor | int) -> None:
         self.stage = int(state)
 
     def extra_repr(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 
 
@@ -15,7 +16,7 @@ class TableGate(Gate):
 
     State: the buffer `codes` (ids,) int32 = 2 table + 1. torch.optim.swa_utils.AveragedModel(use_buffers=True) averages
     buffers in floats and truncates the averages, so a code may become smaller by 1; codes // 2 is still the same
-    expert. State dicts hold the table instead of the codes, under the name NAME.
+    expert. State dicts of earlier versions hold the table, under the name NAME; they load.
     """
 
     NAME = "table"
@@ -40,13 +41,10 @@ class TableGate(Gate):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.codes.copy_(2 * self.draw(generator) + 1)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         experts = (self.codes[self.check_ids(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
-        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + self.NAME] = destination.pop(prefix + "codes") >> 1
+        return GateOutput(*real_choices(x.new_ones(experts.shape), experts, mask), self.num_experts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         table = state_dict.pop(prefix + self.NAME, None)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._recompute import noise_generator
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_choice, check_rank
@@ -39,8 +40,9 @@ class RandomGate(Gate):
         check_choice("RandomGate", "inference", inference, INFERENCE)
         self.inference, self.generator = inference, generator
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
+        x, ids = self.real(x, ids, mask)
         draws = (1 if self.training else x.shape[0],)
         # torch.compile cannot trace torch.randint with symbolic sizes and generator=None.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
@@ -48,7 +50,7 @@ class RandomGate(Gate):
         if self.inference == "ids" and not self.training:
             experts = experts[self.check_ids(x, ids, x.shape[0], "one for all tokens of a sentence")]
         experts = experts.expand(x.shape[0])[:, None]
-        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+        return GateOutput(*real_choices(x.new_ones(experts.shape), experts, mask), self.num_experts)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, inference={self.inference!r}"

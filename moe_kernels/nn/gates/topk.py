@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._parameters import RouterLinear
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
@@ -81,11 +82,13 @@ class TopKGate(TopKRouter):
             self.noise_linear = RouterLinear(dim, num_experts, bias=False, bound=0, device=device, dtype=dtype)
         self.order, self.noise, self.generator, self.reduce = order, noise, generator, reduce
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         logits = self._logits(x)
         noise = self._noise(logits, x) if self.training else None
         weights, experts = topk_gate(logits, self.k, order=self.order, noise=noise, backend=self.backend)
-        losses = self._losses(logits, noise, experts) if self.training else {}
+        weights, experts = real_choices(weights, experts, mask)
+        losses = self._losses(logits, noise, experts, mask) if self.training else {}
         return GateOutput(weights, experts, self.num_experts, losses=losses)
 
     def _noise(self, logits: Tensor, x: Tensor) -> Tensor | None:
@@ -95,18 +98,19 @@ class TopKGate(TopKRouter):
             return expert_noise(logits, self.generator)
         return normal_like(logits, self.generator) * F.softplus(self.project(self.noise_linear, x))
 
-    def _losses(self, logits: Tensor, noise: Tensor | None, experts: Tensor) -> dict[str, Tensor]:
+    def _losses(self, logits: Tensor, noise: Tensor | None, experts: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         losses = {}
         used = {name: coefficient for name, coefficient in self.coefficients.items() if coefficient}
         if "importance" in used:
-            losses["importance"] = importance_loss(logits.softmax(-1), self.reduce)
+            losses["importance"] = importance_loss(logits.softmax(-1), self.reduce, mask)
         if "load" in used and noise is not None:
-            losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts, self.reduce)
+            losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts, self.reduce, mask)
         if "balance" in used:
-            first = F.one_hot(experts[:, 0].long(), self.num_experts).sum(0)
-            losses["balance"] = balance_loss(logits.softmax(-1), first, self.reduce)
+            masked = 0 if mask is None else 1  # a column for tokens without an expert
+            first = F.one_hot(experts[:, 0].long() + masked, self.num_experts + masked).sum(0)[masked:]
+            losses["balance"] = balance_loss(logits.softmax(-1), first, self.reduce, mask)
         if "z" in used:
-            losses["z"] = router_z_loss(logits)
+            losses["z"] = router_z_loss(logits, mask)
         return {name: used[name] * loss for name, loss in losses.items()}
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from moe_kernels.nn._mask import real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, uniform_
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
@@ -80,14 +81,17 @@ class TreeGate(Gate):
         uniform_(self.leaf_weight, 0.05, generator)
         uniform_(self.leaf_bias, 0.05, generator)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        x, ids = self.real(x, ids, mask)
         x = x.to(self.split_weight.dtype)
         has_values = not x.is_meta and not is_compiling()
-        if self.route and not self.training and has_values and (routed := self._routed(x)) is not None:
+        if self.route and not self.training and has_values and (routed := self._routed(x, mask)) is not None:
             return routed
         gates, leaf_probs = self._dense(x)
-        losses = {"entropy": self.entropy * tree_entropy(leaf_probs)} if self.training and self.entropy else {}
-        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
+        losses = (
+            {"entropy": self.entropy * tree_entropy(leaf_probs, mask=mask)} if self.training and self.entropy else {}
+        )
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()}, mask)
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -101,14 +105,14 @@ class TreeGate(Gate):
     def _dense(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
-    def _routed(self, x: Tensor) -> GateOutput | None:
+    def _routed(self, x: Tensor, mask: Tensor | None) -> GateOutput | None:
         """The output of tree_route; None if any tree is unsaturated for any token."""
         # mypy: tree_route may return two values, but with statistics=True it returns three.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
-        if bool(found.unsaturated.any()):
+        if bool(real_rows(found.unsaturated, mask).any()):
             return None
-        records = {"experts_per_sample": weights.detach(), "nodes_visited": found.visited}
-        return GateOutput(weights, experts, self.num_experts, records=records)
+        records = masked_records({"experts_per_sample": weights.detach(), "nodes_visited": found.visited}, mask)
+        return GateOutput(*real_choices(weights, experts, mask), self.num_experts, records=records)
 
     def extra_repr(self) -> str:
         trees, nodes, dim = self.split_weight.shape

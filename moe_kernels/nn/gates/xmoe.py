@@ -76,12 +76,12 @@ class XMoEGate(TopKRouter):
         if self.score == "learned":
             nn.init.constant_(self.log_temperature, math.log(self.temperature))
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         if self.score == "code" and self.training:
             values = self.embeddings.detach()  # torch.compile ignores no_grad for in-place writes to a parameter
             norms = values.norm(dim=-1, keepdim=True)
             values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
-        return super().forward(x, ids)
+        return super().forward(x, ids, mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)

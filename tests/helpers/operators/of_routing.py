@@ -153,6 +153,7 @@ def _make_plan(dtype: torch.dtype) -> dict[str, Call]:
             "priority": priority,
             "order": "choice",
             "backend": "cpu",
+            "limit": torch.tensor([2, 9, -1], dtype=torch.int32),
         },
         "int32": {
             "experts": torch.cat([experts, experts.flip(0), experts]).int(),
@@ -161,25 +162,27 @@ def _make_plan(dtype: torch.dtype) -> dict[str, Call]:
             "priority": None,
             "order": "token",
             "backend": "cpu",
+            "limit": None,
         },
     }
 
 
 def _planned(s: Given) -> tuple[Tensor, ...]:
     need(within(s.experts, -1, s.num_experts), "experts")
-    options: dict[str, Any] = {"capacity": s.capacity, "priority": s.priority, "order": s.order}
+    options: dict[str, Any] = {"capacity": s.capacity, "priority": s.priority, "order": s.order, "limit": s.limit}
     return plans.make_plan(s.experts, s.num_experts, **options)[2:]
 
 
 def _scores(dtype: torch.dtype) -> dict[str, Call]:
+    limit = torch.tensor([2, 9, -1], dtype=torch.int32)
     return {
-        "small": {"scores": random(dtype, 7, 3).softmax(1), "capacity": 2, "backend": "cpu"},
-        "many experts": {"scores": random(dtype, 5, 19).softmax(1), "capacity": 3, "backend": "cpu"},
+        "small": {"scores": random(dtype, 7, 3).softmax(1), "capacity": 2, "backend": "cpu", "limit": limit},
+        "many experts": {"scores": random(dtype, 5, 19).softmax(1), "capacity": 3, "backend": "cpu", "limit": None},
     }
 
 
 def _by_priority(s: Given) -> tuple[Tensor, ...]:
-    made = plans.plan_priority(s.scores, s.capacity)[0]
+    made = plans.plan_priority(s.scores, s.capacity, s.limit)[0]
     expert = torch.searchsorted(made.expert_offsets[1:], made.slot_row.clamp(min=0), right=True, out_int32=True)
     return *made[2:], torch.where(made.slot_row >= 0, expert, -1)
 
@@ -204,6 +207,7 @@ def _refuse_experts(s: Given) -> tuple[()]:
 
 
 CAPACITY = {"capacity": (0, lambda s: INT32_MAX)}
+LIMIT: Rule = (lambda s: s.limit is None or s.limit.shape in ((), (s.E,)), "limit scores")
 SOFT_EXPERTS: tuple[Rule, ...] = ((lambda s: within(s.experts, -1, s.num_experts), "experts num_experts"),)
 
 OPERATORS = {
@@ -248,9 +252,10 @@ OPERATORS = {
         soft=PLAN,
     ),
     "make_plan_fwd": Operator(
-        {"experts": "ij T K", "priority": "any T"},
+        {"experts": "ij T K", "priority": "any T", "limit": "i ..."},
         _make_plan,
         _planned,
+        rules=((lambda s: s.limit is None or s.limit.shape in ((), (s.num_experts,)), "limit num_experts"),),
         ints={"num_experts": (1, lambda s: INT32_MAX), **CAPACITY},
         choices={"order": ("choice", "token")},
         index={"experts": (-1, lambda s: s.num_experts)},
@@ -258,20 +263,20 @@ OPERATORS = {
         exact=True,
     ),
     "plan_expert_choice_fwd": Operator(
-        {"scores": "f T E"},
+        {"scores": "f T E", "limit": "i ..."},
         _scores,
-        lambda s: plans.plan_expert_choice(s.scores, s.capacity)[0][2:],
+        lambda s: plans.plan_expert_choice(s.scores, s.capacity, s.limit)[0][2:],
         ints=CAPACITY,
-        rules=((lambda s: s.E >= 1, "scores"),),
+        rules=((lambda s: s.E >= 1, "scores"), LIMIT),
         exact=True,
         backends=("cpu", "triton"),
     ),
     "plan_priority_fwd": Operator(
-        {"scores": "f T E"},
+        {"scores": "f T E", "limit": "i ..."},
         _scores,
         _by_priority,
         ints=CAPACITY,
-        rules=((lambda s: s.E >= 1, "scores"),),
+        rules=((lambda s: s.E >= 1, "scores"), LIMIT),
         exact=True,
         backends=("cpu", "triton"),
     ),
