@@ -134,6 +134,8 @@ class Router(nn.Module):
     output_router_logits=False. Balance losses must then come from the gate (`loss`).
     """
 
+    names_its_gate = True  # nn.record_routing has the choices under the Router's name
+
     def __init__(self, gate: Gate, policy: Any = None) -> None:
         super().__init__()
         self.gate, self.policy = gate, TokenChoice() if policy is None else policy

@@ -2,6 +2,7 @@
 
 from moe_kernels.nn import convert, schedules
 from moe_kernels.nn._output import collect_outputs
+from moe_kernels.nn.bias import update_biases
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
 from moe_kernels.nn.gates import *  # noqa: F403 the package gates defines __all__
@@ -23,6 +24,7 @@ from moe_kernels.nn.losses import (
 )
 from moe_kernels.nn.moe import MoE, MoEOutput, MultiGateMoE
 from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice
+from moe_kernels.nn.routes import record_routing, replay_routing
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn, split_neurons
 from moe_kernels.nn.utilisation import Utilisation
 
@@ -58,6 +60,8 @@ __all__ = [
     "importance_loss",
     "inverse_cv",
     "load_loss",
+    "record_routing",
+    "replay_routing",
     "router_z_loss",
     "schedules",
     "split_ffn",
@@ -65,4 +69,5 @@ __all__ = [
     "symmetric_kl",
     "tile",
     "tree_entropy",
+    "update_biases",
 ]

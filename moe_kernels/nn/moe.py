@@ -155,11 +155,15 @@ class MoE(OutputModule):
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
         tokens = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # D may be 0, for which -1 is ambiguous
-        if mask is not None:
+        ids = None if ids is None else ids.reshape(-1)
+        if mask is None:
+            output = self.gate(tokens, ids)
+            plan, weights = self.policy(output, self.training)
+        else:
             check_mask("MoE", mask, x.shape[:-1], x.device)
             mask = mask.reshape(-1)
-        output = call_with_mask("MoE", self.gate, tokens, None if ids is None else ids.reshape(-1), mask=mask)
-        plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
+            output = call_with_mask("MoE", self.gate, tokens, ids, mask=mask)
+            plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
         if self.expert_dropout and self.training:
             weights = weights * _expert_mask(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)

@@ -261,7 +261,7 @@ def topk_gate(
     if not plain:
         _check_options(logits, k, order, scores, bias, groups, renormalise, forced)
     if scale != 1.0:
-        scale = check_number("topk_gate", "scale", scale, -FLOAT32_MAX, FLOAT32_MAX, "finite in float32")
+        scale = check_scale("topk_gate", scale)
     chosen = backends.choose("topk_gate", backend, logits)
     if chosen == "reference":
         if forced is not None:
@@ -286,11 +286,7 @@ def topk_gate(
 
 def _check_options(logits: Tensor, k: int, order, scores, bias, groups, renormalise, forced) -> None:
     num_tokens, num_experts = logits.shape
-    check_choice("topk_gate", "scores", scores, SCORES)
-    if scores == "sigmoid" and order != ORDERS[0]:
-        raise ValueError(f"topk_gate: order has no meaning with scores='sigmoid'; leave it out, got {order!r}")
-    if not isinstance(renormalise, bool):
-        raise TypeError(f"topk_gate: renormalise must be a bool, got {type(renormalise).__name__}")
+    check_scores("topk_gate", order, scores, renormalise)
     if bias is not None:
         check_tensor("topk_gate", "bias", bias, (torch.float32, torch.float64)[: 1 + (logits.dtype == torch.float64)])
         if bias.shape != (num_experts,) or bias.device != logits.device:
@@ -306,6 +302,19 @@ def _check_options(logits: Tensor, k: int, order, scores, bias, groups, renormal
                 f"topk_gate: forced must be (T, K) = {(num_tokens, k)} on {logits.device}; got {tuple(forced.shape)} "
                 f"on {forced.device}"
             )
+
+
+def check_scores(op: str, order: object, scores: object, renormalise: object) -> None:
+    check_choice(op, "order", order, ORDERS)
+    check_choice(op, "scores", scores, SCORES)
+    if scores == "sigmoid" and order != ORDERS[0]:
+        raise ValueError(f"{op}: order has no meaning with scores='sigmoid'; leave it out, got {order!r}")
+    if not isinstance(renormalise, bool):
+        raise TypeError(f"{op}: renormalise must be a bool, got {type(renormalise).__name__}")
+
+
+def check_scale(op: str, scale: object) -> float:
+    return check_number(op, "scale", scale, -FLOAT32_MAX, FLOAT32_MAX, "finite in float32")
 
 
 def check_groups(op: str, groups: object, num_experts: int, k: int) -> None:

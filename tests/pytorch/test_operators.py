@@ -46,6 +46,10 @@ def of_topk_gate(b: str, device: str) -> Calls:
         "topk_gate_fwd": [*((logits, K, order, b) for order in given), scored, (*scored, experts.long())],
         "topk_gate_bwd": [*given.values(), back],
         "refuse_bad_forced": [(experts, E)],
+        "count_requests": [
+            (torch.zeros(E, device=device), None, experts),
+            (torch.zeros(E, device=device), torch.ones(E, device=device), experts),
+        ],
     }
 
 

@@ -146,7 +146,7 @@ class Gate(KeepsFloat32, OutputModule):
 
     def real(self, x: Tensor, ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x (T, D) and ids (T,) with zeros for masked tokens; raises unless mask is None or (T,) bool."""
-        return real_tokens(type(self).__name__, x, ids, mask)
+        return (x, ids) if mask is None else real_tokens(type(self).__name__, x, ids, mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The router's logits (T, E) without noise, for `router_probs`; None for a gate without such logits."""
@@ -160,7 +160,10 @@ class Gate(KeepsFloat32, OutputModule):
         measures the router's uncertainty (CompeteSMoE, appendix C.5).
         """
         logits = self._logits(x, ids)
-        return None if logits is None else logits.softmax(-1)
+        return None if logits is None else self._probs(logits)
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
 
     def project(self, linear: nn.Module, x: Tensor) -> Tensor:
         """linear(x) (T, out) in the dtype of the linear's weight.

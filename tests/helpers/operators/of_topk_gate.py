@@ -103,7 +103,20 @@ def _refuse_forced(s: Given) -> tuple[()]:
     return ()
 
 
+def _counts(dtype: torch.dtype) -> dict[str, Call]:
+    experts = torch.tensor([[0, 2], [-1, 2], [1, 7]], dtype=torch.int32)
+    return {
+        "one process": {"loads": torch.ones(3), "counted": None, "experts": experts},
+        "several": {"loads": torch.zeros(3), "counted": torch.ones(3), "experts": experts},
+    }
+
+
 OPERATORS = {
+    "count_requests": Operator(
+        {"loads": "c32 E", "counted": "c32 E", "experts": "i T K"},
+        _counts,
+        lambda s: (),
+    ),
     "topk_gate_fwd": Operator(
         {"logits": "f T E", "bias": "c32 E", "forced": "short T K"},
         _fwd,

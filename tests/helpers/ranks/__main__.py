@@ -18,11 +18,12 @@ import torch
 import torch._functorch.aot_autograd
 import torch.distributed as dist
 
-from tests.helpers.ranks import command, exact, layers, refusals, traffic, training, wrapped
+from tests.helpers.ranks import bias, command, exact, layers, refusals, traffic, training, wrapped
 
 LIMIT = 200  # seconds for a check
 MODULES = {
-    each.__name__.rpartition(".")[2]: each for each in (command, exact, layers, refusals, traffic, training, wrapped)
+    each.__name__.rpartition(".")[2]: each
+    for each in (bias, command, exact, layers, refusals, traffic, training, wrapped)
 }
 FORK = multiprocessing.get_context("fork")
 
