@@ -10,42 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_kernels.backends.triton import keys_of
-
-
-@triton.jit
-def _fours(row):
-    """The first, second, third and last elements of all groups of four neighbours."""
-    low, high = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 4, 2, 2)))
-    first, third = tl.split(low)
-    second, last = tl.split(high)
-    return first, second, third, last
-
-
-@triton.jit
-def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the smaller; equal keys stay in order. If PACKED, e and next_e stay."""
-    if not PACKED:
-        swap = next_keys > keys
-        upper = tl.where(swap, next_e, e)
-        next_e = tl.where(swap, e, next_e)
-        e = upper
-    return tl.maximum(keys, next_keys), e, tl.minimum(keys, next_keys), next_e
-
-
-@triton.jit
-def sorted_fours(keys, e, PACKED: tl.constexpr):
-    """The largest to smallest keys of all groups of four neighbours, then their experts. Only neighbours are compared,
-    so that equal keys stay ordered by expert."""
-    keys0, keys1, keys2, keys3 = _fours(keys)
-    e0, e1, e2, e3 = _fours(e)
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
-    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
-    keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
-    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
-    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
-    return keys0, keys1, keys2, keys3, e0, e1, e2, e3
+from moe_kernels.backends.triton import keys_of, sorted_fours
 
 
 @triton.jit

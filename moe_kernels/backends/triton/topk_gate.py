@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import FORMATS, keys_of, launch, on_device, patterns, unsupported
-from moe_kernels.backends.triton._topk_gate_scored import _topk_gate_scored_bwd, _topk_gate_scored_fwd, sorted_fours
+from moe_kernels.backends.triton import FORMATS, keys_of, launch, on_device, patterns, sorted_fours, unsupported
+from moe_kernels.backends.triton._topk_gate_scored import _topk_gate_scored_bwd, _topk_gate_scored_fwd
 
 TILE = 1024  # logits of a program, padding included; a program with one longer row has more
 LONGEST = 16384  # largest number of experts
