@@ -3,6 +3,7 @@
 from moe_kernels import _checkout
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
+from moe_kernels.backends.invariance import batch_invariant
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.expert_mlp import expert_mlp
@@ -22,6 +23,7 @@ __all__ = [
     "RoutingPlan",
     "__version__",
     "available_backends",
+    "batch_invariant",
     "combine",
     "dispatch",
     "expert_capacity",

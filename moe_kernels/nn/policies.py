@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_comparison
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.ops._checks import check_choice, check_factor, check_int
 from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
@@ -70,6 +71,8 @@ class TokenChoice:
         ratio = self._ratios[training]
         group = self.group or max(num_tokens, 1)
         capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
+        if ratio is not None and ratio[0] * k < ratio[1] * gate.num_experts:  # else each expert has room for all tokens
+            refuse_comparison("TokenChoice", f"a capacity of {ratio[0] / ratio[1]:g} T K / E")
         priority = None
         if self.priority is not None:
             weights = gate.weights.detach()
@@ -137,6 +140,8 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
+        if self._ratio[0] < self._ratio[1] * num_experts:  # else each expert takes all tokens
+            refuse_comparison("ExpertChoice", "an expert's choice")
         # Refuses torch.jit.trace, where T is a tensor: the trace would hold the capacity as a constant.
         check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")
         group = self.group or max(scores.shape[0], 1)
@@ -189,6 +194,8 @@ class PriorityRouting:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores = gate.gates
+        if self._ratio[0] < self._ratio[1] * gate.num_experts:  # else each token gets its first choice
+            refuse_comparison("PriorityRouting", "the order of all gate weights")
         return plan_priority(scores, capacity_of(scores.shape[0], 1, gate.num_experts, self._ratio))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
 from moe_kernels import backends
+from moe_kernels.backends.invariance import MARK, fixed_order, plain
 from moe_kernels.ops import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
@@ -61,10 +62,16 @@ def define(
         for position, argument in required:
             if args[position] is None:  # torch passes None for a tensor too
                 raise TypeError(f"{name}: {argument} must be a Tensor, got None")
+        fixed = kernels and args[-1].endswith(MARK)
+        if fixed:
+            args = (*args[:-1], plain(args[-1]))
         if kernels and args[-1] != "cpu":
             backends.refuse(name, args[-1], args[required[0][0]])
         check(name, *args)
-        return implementation(*args)
+        if not fixed:
+            return implementation(*args)
+        with fixed_order():
+            return implementation(*args)
 
     _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)

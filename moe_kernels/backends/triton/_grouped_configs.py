@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.sizes import aligned
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activation of the first half of the columns
@@ -91,13 +92,14 @@ def run_with_tiles(
     """Calls run(tiles), which launches the kernel, with tiles that suit the product of x (T or R, K) and `other`.
 
     With MOE_KERNELS_AUTOTUNE=1, 16-bit `_divisible` arguments on a GPU use the fastest of TILES and ALTERNATIVES, timed
-    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
+    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured. In
+    the mode batch_invariant nothing is timed, and tiles are those of training, whatever the number of rows.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
     inner_loop, divisible = loop(x.device), x.dtype != torch.float32 and _divisible(x, other, columns)
-    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training)
-    if divisible and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
+    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training or is_fixed())
+    if divisible and not is_fixed() and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
         key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, num_rows.bit_length())
         if key not in timed and not torch.cuda.is_current_stream_capturing():
             candidates = dict.fromkeys((*TILES[kernel, inner_loop], *ALTERNATIVES[kernel, inner_loop]))

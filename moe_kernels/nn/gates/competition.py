@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._recompute import is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -83,6 +84,8 @@ class CompetitionGate(Gate):
         self.steps, self._competed = 0, False
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        if self.training:
+            refuse_random("CompetitionGate", "training")
         if self.training and self._draw_competition():
             return self._compete(x)
         routed = self.router(x, ids)

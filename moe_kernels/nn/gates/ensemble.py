@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import cv_squared, selection_chances
@@ -72,6 +73,8 @@ class EnsembleGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         member = self.check_ids(x, ids, self.members, "the member of each token")
         logits = self._of_member(x, member)
+        if self.noise and self.training:
+            refuse_random("EnsembleGate", "noise=True")
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
         first = member.to(torch.int32)[:, None] * (self.num_experts // self.members)  # the member's first expert

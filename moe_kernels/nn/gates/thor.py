@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._recompute import noise_generator
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_choice, check_rank
@@ -41,6 +42,7 @@ class RandomGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
+        refuse_random("RandomGate", "its choice of experts")
         draws = (1 if self.training else x.shape[0],)
         # torch.compile cannot trace torch.randint with symbolic sizes and generator=None.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
