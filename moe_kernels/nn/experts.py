@@ -94,6 +94,10 @@ class Experts(nn.Module):
         raise NotImplementedError
 
 
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
 class ExpertLayer(Experts):
     """Experts of one linear layer: dropout(act(x W_e + b_e)). COMET trees has ReLU and dropout 0.5 for MovieLens.
 
@@ -200,7 +204,9 @@ class ExpertMLP(Experts):
         if part != "output":
             return super().forward(x, plan, weights, part=part)
         assert plan is not None
-        if self.exchange is not None or is_batch_invariant():  # one process adds in the order in which several do
+        # In the mode batch_invariant one process adds gradients in the order in which several do; outputs are the same.
+        differentiated = torch.is_grad_enabled() and any(map(_needs_gradient, (x, weights, *self.parameters())))
+        if self.exchange is not None or (differentiated and is_batch_invariant()):
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return self._apply_dropout(y)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
