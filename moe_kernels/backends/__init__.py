@@ -196,7 +196,7 @@ def product_backend(x: Tensor) -> str | None:
 def _product_backend(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     name = requested(None)
     cannot = name is not None and unsupported(name, "grouped_gemm", target_of(device, index), dtype) is not None
-    return "triton" if cannot and device == "cuda" else None
+    return "triton" if cannot else None
 
 
 def target_of(device: str, index: int | None) -> str:

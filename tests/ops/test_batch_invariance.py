@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
-from moe_kernels.backends import invariance
+from moe_kernels.backends import cpu, invariance
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
 from moe_kernels.ops._define import operators
 from moe_kernels.sizes import all_rows
@@ -81,6 +81,16 @@ def test_products(dtype, size, transposed):
         given = arguments.get(name, (x, choices(), share))
         sizes = (1, 2, 3, 4, 5, 17, 33, 100) if size == SMALL else FEW
         assert rows_that_differ(call, *given, sizes=sizes) == {}, name
+
+
+@pytest.mark.parametrize("isa", cpu.module.isas)
+def test_every_instruction_set(isa, monkeypatch):
+    monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        calls = experts_of((72, 40), dtype, True)
+        given = random(T, 72, dtype=dtype), choices(), random(T, K)
+        assert rows_that_differ(calls["expert_mlp"], *given) == {}
+        assert rows_that_differ(calls["norms"], given[0], sizes=FEW) == {}
 
 
 def test_experts_without_gradients():
@@ -175,8 +185,6 @@ def test_a_split_of_the_sum_is_seen(monkeypatch):
         return [mk.grouped_gemm(x, weight, torch.tensor([0, len(x)]), backend="cpu")]
 
     assert rows_that_differ(call, random(T, 64)) == {}
-    from moe_kernels.backends import cpu
-
     monkeypatch.setattr(cpu, "grouped_gemm_fwd", lambda *args: split(cpu, *args))
     assert rows_that_differ(call, random(T, 64), sizes=(16,)) != {}
     assert rows_that_differ(call, random(T, 64), sizes=(17,)) == {}
