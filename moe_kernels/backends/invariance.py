@@ -60,7 +60,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     definition would run ("reference"), unless it only chooses or copies.
 
     Example:
-        >>> gate, x = nn.TopKGate(16, 4, 2), torch.randn(100, 16)
+        >>> gate, x = TopKGate(16, 4, 2), torch.randn(100, 16)
         >>> with mk.batch_invariant():
         ...     whole, one = gate(x).weights, gate(x[7:8]).weights
         >>> torch.equal(whole[7:8], one)

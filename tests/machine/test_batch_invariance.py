@@ -98,16 +98,20 @@ def test_other_dtypes(backend, capability):
             assert differ(call, *given) == 0
 
 
-@pytest.mark.parametrize(("mode", "rows"), [(False, 64), (True, 128)])
-def test_the_switch_of_triton_is_crossed(mode, rows):
-    """Outside the mode, without a gradient, 65 rows per expert have tiles for few rows; inside those of 105 rows."""
-    with place("triton", 80), torch.no_grad():
+SWITCHES = [(80, False, 64), (80, True, 64), (90, False, 64), (90, True, 128)]
+
+
+@pytest.mark.parametrize(("capability", "mode", "rows"), SWITCHES)
+def test_the_switch_of_triton_is_crossed(capability, mode, rows):
+    """Without a gradient, 65 rows per expert have tiles for few, except with wgmma in the mode; 105 have others."""
+    with place("triton", capability), torch.no_grad():
         call, given = grouped("triton", BF16, WIDTHS["few columns"])
         with session.recorded() as launches, mk.batch_invariant(mode):
-            for part in (slice(None), slice(130)):
-                call(*(each[part] for each in given))
+            whole = call(*given)[0]
+            part = call(*(each[:130] for each in given))[0]
         grids = [each.grid[0] for each in launches if each.kernel.title == "_grouped_gemm_fwd"]
         assert grids == [WHOLE // 128 + E + 1, 130 // rows + E + 1]
+        assert torch.equal(part, whole[:130])
 
 
 def test_the_switch_of_cuda_is_crossed():
