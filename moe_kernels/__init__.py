@@ -3,6 +3,7 @@
 from moe_kernels import _checkout
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
+from moe_kernels.backends.invariance import batch_invariant
 from moe_kernels.ops import _loads  # noqa: F401 registers an operator that exported programs call
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
@@ -23,6 +24,7 @@ __all__ = [
     "RoutingPlan",
     "__version__",
     "available_backends",
+    "batch_invariant",
     "combine",
     "dispatch",
     "expert_capacity",

@@ -42,7 +42,7 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
                    const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int index_size,
                    const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y,
                    int64_t tokens, int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width,
-                   int64_t hidden_dim, int64_t dout, int threads) {
+                   int64_t hidden_dim, int64_t dout, int by_dots, int threads) {
   if (index_size > 0) {  // no plan is given (experts != nullptr would not tell: an empty tensor's address is null)
     const auto take = [&](int64_t count) { return (scratch += count) - count; };
     int32_t *const choices = take(num_rows), *const counts = take(k * num_experts),
@@ -58,12 +58,12 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
     return 1;
   }
   const int refused = grouped_gemm_fwd(dtype, x, x_stride, row_token, w_in, in_stride_e, in_stride_k, in_stride_j,
-                                       nullptr, dtype, expert_offsets, num_experts, din, width, b_in, activation,
-                                       activated, pre, num_rows, tokens, threads);
+                                       nullptr, dtype, expert_offsets, num_experts, din, width, by_dots, b_in,
+                                       activation, activated, pre, num_rows, tokens, threads);
   if (refused) return 1;
   grouped_gemm_fwd(dtype, activated, hidden_dim, nullptr, w_out, out_stride_e, out_stride_k, out_stride_j, nullptr,
-                   dtype, expert_offsets, num_experts, hidden_dim, dout, b_out, 0, rows, nullptr, num_rows, num_rows,
-                   threads);
+                   dtype, expert_offsets, num_experts, hidden_dim, dout, by_dots, b_out, 0, rows, nullptr, num_rows,
+                   num_rows, threads);
   return combine_fwd(dtype, rows, dout, weights, slot_row, y, tokens, k, num_rows, dout, threads);
 }
 

@@ -308,7 +308,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
   GroupedGemm<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
         stride_e, stride_k, stride_j, elements_of<T>(by_torch_dtype), static_cast<char*>(by_torch),                 \
-        {expert_offsets, num_experts}, din, dout                                                                \
+        {expert_offsets, num_experts}, din, dout, by_dots != 0                                                  \
   }
 
 }  // namespace

@@ -70,6 +70,7 @@ struct GroupedGemm {
   char* by_torch;
   Groups groups;
   int64_t din, dout;
+  bool may_use_dots;
 
   // Calls finish(expert, row, sums) for every row of every expert; finish may overwrite the row's dout sums. Where the
   // sums are: without by_torch in sums_out (R, dout), or in scratch if sums_out is null. With by_torch of type T in
@@ -171,7 +172,9 @@ struct GroupedGemm {
 
   // Whether the weight's layout and the number of rows suit multiply_few (dots.h). Rows of the expert are counted, not
   // of the span, so that the bits of a result depend neither on the number of threads nor on other experts.
-  bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
+  bool by_dots(Span span) const {
+    return may_use_dots && stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows;
+  }
 
   // As multiply, for bfloat16 in pairs (pairs.h). If `rounded` is not null, it receives the sums in bfloat16,
   // and `sums` is scratch.

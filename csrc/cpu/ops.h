@@ -27,11 +27,11 @@
 
 // Products of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
 // stride_k + j * stride_j]; stride_k or stride_j is 1. by_torch: null, or these products as torch computed them, in
-// by_torch_dtype; may be overwritten.
+// by_torch_dtype; may be overwritten. by_dots: whether experts of few rows may be multiplied by dot products (dots.h).
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
-      int64_t num_experts, int64_t din, int64_t dout
+      int64_t num_experts, int64_t din, int64_t dout, int by_dots
 
 // Products of x (tokens, dim) with the weights of a tree gate's nodes and leaves below the first `levels` levels of
 // each tree. A token is multiplied only by the branches (subtrees, see tree_gate_products.cpp) that it reaches.
@@ -97,7 +97,8 @@
                      const void* b_out, int activation, const int32_t* expert_offsets, const int32_t* row_token,      \
                      const int32_t* slot_row, int index_size, const void* experts, int32_t* scratch, void* pre,       \
                      void* activated, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,               \
-                     int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim, int64_t dout, int threads); \
+                     int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim, int64_t dout, int by_dots,  \
+                     int threads);                                                                                    \
   int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);             \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,              \
@@ -118,7 +119,7 @@
   void expect_writes(void* output, int64_t bytes, int threads);                                                       \
   void tree_reach(int dtype, const void* split_logits, int64_t stride_token, int64_t stride_tree, double gamma,       \
                   int64_t tokens, int64_t trees, int64_t levels, void* bits, int32_t* offsets, int32_t* token,       \
-                  int threads);                                                                                      \
+                  int threads);                                                                                       \
   void tree_products_fwd(MOE_TREE_PRODUCTS_ARGS, const void* split_bias, const void* leaf_bias, int threads);        \
   void tree_products_bwd(MOE_TREE_PRODUCTS_ARGS, void* dx, void* dsplit_weight, void* dleaf_weight, int threads);    \
   void tree_route_fwd(int dtype, const void* x, int64_t stride, const void* split_weight, const void* leaf_weight,   \

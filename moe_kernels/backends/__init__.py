@@ -25,6 +25,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from moe_kernels.backends.invariance import is_batch_invariant, plain
+
 KERNELS = ("cpu", "triton", "cuda")
 NAMES = ("reference", *KERNELS)
 
@@ -57,6 +59,10 @@ SIZES: dict[str, Callable[..., dict[str, int]]] = {
     "tree_gate": lambda x, split_weight: {"K": split_weight.shape[0], "E": split_weight.shape[1] + 1},
     "tree_route": lambda x, split_weight: {"K": split_weight.shape[0], "E": split_weight.shape[1] + 1},
 }
+
+# Operations whose definitions only choose or copy, or compute elementwise what IEEE rounds in one way: their bits do
+# not depend on other tokens. Other definitions sum with torch, in an order that does, or use its vectorised functions.
+EXACT = ("kwta", "make_plan", "plan", "plan_expert_choice", "plan_priority", "dispatch", "smooth_step", "harden")
 
 VARIABLE = "MOE_KERNELS_BACKEND"
 
@@ -120,12 +126,22 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
-        return chosen
+        return _not_reference(op, chosen, x)
     sizes = SIZES[op](x, *more)
     passed: tuple[tuple[str, str], ...] = ()
     while (reason := too_large(sizes, _limits(op, chosen, device, index))) is not None:
         passed = (*passed, (chosen, reason))
         chosen = _choose(op, backend, device, index, x.dtype, passed)
+    return _not_reference(op, chosen, x)
+
+
+def _not_reference(op: str, chosen: str, x: Tensor) -> str:
+    """`chosen`; raises in the mode batch_invariant for a definition that is not EXACT."""
+    if chosen == "reference" and ALIASES.get(op, op) not in EXACT and not x.is_meta and is_batch_invariant():
+        raise BackendError(
+            f"{op}: backend 'reference' adds in an order that depends on the other tokens, so it cannot run inside "
+            f"batch_invariant(); expected cpu, triton or cuda for {x.dtype} on {x.device}, see moe_kernels.explain"
+        )
     return chosen
 
 
@@ -168,6 +184,19 @@ def _choose(
     passed: tuple[tuple[str, str], ...],  # backends that cannot take the sizes, with the reason
 ) -> str:
     return _decide(op, requested(backend), target_of(device, index), dtype, passed)
+
+
+def product_backend(x: Tensor) -> str | None:
+    """`backend` for a product that a layer makes in the mode batch_invariant: None, or "triton" where the requested
+    backend cannot multiply x, as "cuda" float32."""
+    return _product_backend(x.device.type, x.device.index, x.dtype)
+
+
+@constant
+def _product_backend(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    name = requested(None)
+    cannot = name is not None and unsupported(name, "grouped_gemm", target_of(device, index), dtype) is not None
+    return "triton" if cannot else None
 
 
 def target_of(device: str, index: int | None) -> str:
@@ -233,7 +262,8 @@ def file_of(name: str, op: str) -> str:
 
 @cache
 def load(name: str, op: str) -> ModuleType:
-    """The module that has the functions of backend `name` for `op`."""
+    """The module that has the functions of backend `name`, which may be marked (invariance.py), for `op`."""
+    name = plain(name)
     op = file_of(name, op)
     if name == "reference":
         return importlib.import_module(f"python_ref.{op}")

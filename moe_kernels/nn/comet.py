@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.nn._invariance import Linear, linear, refuse_random
 from moe_kernels.nn._parameters import reset
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import (
@@ -29,6 +31,7 @@ from moe_kernels.ops._checks import (
     check_size,
     check_tensor,
 )
+from moe_kernels.ops.grouped_gemm import IN_KERNELS
 from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -100,7 +103,7 @@ class FixedRouting(nn.Module):
         z = x.detach()
         with torch.no_grad(), without_autocast(x.device.type):
             for weight, k in zip(self.buffers(), self.ks, strict=True):
-                scores = F.linear(z.to(weight.dtype), weight)
+                scores = linear(z.to(weight.dtype), weight)
                 z, bits = kwta_bits(scores, k, ties=self.ties, backend=self.backend)
                 packed.append(bits)
         return packed
@@ -171,13 +174,30 @@ class MaskedLinear(nn.Linear):
 
         With bits, c and k are not used. Without scores and bits all neurons are active, as in a dense layer.
         """
+        if is_batch_invariant():
+            return self._invariant(x, c, bits)
         values = super().forward(x)
         if bits is not None:
             # The mask comes before f, whose derivative at NaN or infinity could turn a gradient of zero into NaN.
             values = self._activate(kwta_apply(values, bits, backend=self.backend))
             # Only softplus has f(0) != 0, so only its values need a second mask.
             return kwta_apply(values, bits, backend=self.backend) if self.activation == "softplus" else values
-        values = self._activate(values)
+        return self._masked(self._activate(values), c)
+
+    def _invariant(self, x: Tensor, c: Tensor | None, bits: Tensor | None) -> Tensor:
+        """forward in the mode batch_invariant, where the product's kernel computes f.
+
+        torch's vectorised functions round by an element's place in memory.
+        """
+        if self.activation not in (None, *IN_KERNELS):
+            raise RuntimeError(
+                f"MaskedLinear: the bits of {self.activation} depend on the batch; inside batch_invariant() expected "
+                f"an activation of grouped_gemm ({', '.join(IN_KERNELS[1:5])}) or None"
+            )
+        values = linear(x, self.weight, self.bias, self.activation)
+        return self._masked(values, c) if bits is None else kwta_apply(values, bits, backend=self.backend)
+
+    def _masked(self, values: Tensor, c: Tensor | None) -> Tensor:
         if c is None:
             return values
         common = torch.promote_types(c.dtype, values.dtype)
@@ -230,7 +250,7 @@ class CometFFN(nn.Module):
         super().__init__()
         k = k_from_fraction(p, hidden)
         self.hidden = MaskedLinear(dim, hidden, k, activation=activation, ties=ties, device=device, dtype=dtype)
-        self.output = nn.Linear(hidden, dim, device=device, dtype=dtype)
+        self.output = Linear(hidden, dim, device=device, dtype=dtype)
         self.dropout = check_number("CometFFN", "dropout", dropout, 0, 1, "a rate")
         self.router = FixedRouting((dim, hidden), p, ties=ties, device=device, dtype=dtype)
 
@@ -249,6 +269,8 @@ class CometFFN(nn.Module):
         """x (..., D) -> (..., D). bits, int32 (..., ceil(H / 32)): the active neurons; None: V x selects them."""
         if bits is None and not self.dense:
             (bits,) = self.router(x)
+        if self.dropout and self.training:
+            refuse_random("CometFFN", f"dropout={self.dropout:g}")
         x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
         return F.dropout(self.output(x), self.dropout, self.training)
 
@@ -310,7 +332,7 @@ class CometMLP(nn.Module):
             )
             for (n_in, n_out), k in zip(pairwise(hidden), self.router.ks, strict=True)
         )
-        self.output = nn.Linear(hidden[-1], self.widths[-1], bias=bias, device="meta", dtype=dtype)
+        self.output = Linear(hidden[-1], self.widths[-1], bias=bias, device="meta", dtype=dtype)
         self.to_empty(device=device or torch.get_default_device())
         self.reset_parameters(generator)
 

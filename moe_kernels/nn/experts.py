@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
@@ -61,7 +63,10 @@ class Experts(nn.Module):
         return self.outputs(x, plan) if self.exchange is None else self.exchange(self, x, plan)
 
     def _apply_dropout(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.dropout) if self.training and self.dropout else y
+        if not (self.training and self.dropout):
+            return y
+        refuse_random(type(self).__name__, f"dropout={self.dropout:g}")
+        return F.dropout(y, self.dropout)
 
     def _own(self, *names: str) -> tuple[Any, ...]:
         """The parameters with these names; if they are sharded, the part for this process's experts."""
@@ -87,6 +92,10 @@ class Experts(nn.Module):
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token."""
         raise NotImplementedError
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 class ExpertLayer(Experts):
@@ -195,7 +204,9 @@ class ExpertMLP(Experts):
         if part != "output":
             return super().forward(x, plan, weights, part=part)
         assert plan is not None
-        if self.exchange is not None:
+        # In the mode batch_invariant one process adds gradients in the order in which several do; outputs are the same.
+        differentiated = torch.is_grad_enabled() and any(map(_needs_gradient, (x, weights, *self.parameters())))
+        if self.exchange is not None or (differentiated and is_batch_invariant()):
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return self._apply_dropout(y)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from moe_kernels.backends.invariance import is_batch_invariant
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._invariance import linear, refuse_random, spread, total
 from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.ops._autocast import without_autocast
@@ -203,6 +205,7 @@ class LocalSearch(KeepsFloat32):
         tau, iterations = self.temperature(step), self.iterations(step)
         options: dict[str, Any] = {"tau": tau, "backend": self.backend}
         if self.noise > 0:
+            refuse_random("LocalSearch", f"noise={self.noise:g}")
             options["noise"] = -self.noise * torch.empty_like(self.scores).exponential_().log()
         if self.schedule == "paper":
             soft = sinkhorn(self.scores, iterations, **options)
@@ -234,11 +237,11 @@ class LocalSearch(KeepsFloat32):
             permuted = attach_unused(permuted, (self.scores,)) if self.training else permuted
         else:
             with without_autocast(gates.device.type):
-                permuted = torch.einsum("...pi,pij->...pj", choices.to(p.dtype), p)
-        permuted = permuted.sum(-2) if count > 1 else permuted[..., 0, :]
+                permuted = _times(choices.to(p.dtype), p)
+        permuted = total(permuted, -2) if count > 1 else permuted[..., 0, :]
         if self.renormalise:
-            total = permuted.sum(-1, keepdim=True)
-            permuted = permuted / torch.where(total == 0, 1, total)
+            sums = total(permuted, -1)
+            permuted = permuted / spread(torch.where(sums == 0, 1, sums), -1, n)
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
@@ -289,6 +292,13 @@ class LocalSearch(KeepsFloat32):
 def _step_of(state: Any) -> int:
     """The step in an extra state; older versions saved a dict."""
     return int(state["step"] if isinstance(state, dict) else state)
+
+
+def _times(choices: Tensor, p: Tensor) -> Tensor:
+    """choices (..., permutations, n), each times its matrix of p (permutations, n, n)."""
+    if not is_batch_invariant():
+        return torch.einsum("...pi,pij->...pj", choices, p)
+    return torch.stack([linear(each, matrix.t()) for each, matrix in zip(choices.unbind(-2), p, strict=True)], -2)
 
 
 def _matrix(source: Tensor, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels._pytree import register
+from moe_kernels.nn._invariance import add_share, refuse_random, total
 from moe_kernels.nn._mask import call_with_mask, check_mask, count
 from moe_kernels.nn._output import OutputModule, collect
 from moe_kernels.nn._recompute import refuse_reentrant
@@ -165,12 +166,13 @@ class MoE(OutputModule):
             output = call_with_mask("MoE", self.gate, tokens, ids, mask=mask)
             plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
         if self.expert_dropout and self.training:
+            refuse_random("MoE", f"expert_dropout={self.expert_dropout:g}")
             weights = weights * _expert_mask(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
         if through and y.shape[1] != tokens.shape[1]:
             raise ValueError(f"MoE: pass_through needs experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
         if through:
-            y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
+            y = add_share(y, 1 - total(weights * (plan.slot_row >= 0), -1), tokens)
         records = {} if mask is None else plan_statistics(plan, mask)
         found = MoEOutput(y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses, records)
         if self.output == "all":

@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_comparison
 from moe_kernels.nn._mask import check_mask, scaled
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.ops._checks import check_choice, check_factor, check_int
@@ -84,6 +85,8 @@ class TokenChoice:
         ratio = self._ratios[training]
         group = self.group or max(num_tokens, 1)
         capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
+        if ratio is not None and ratio[0] * k < ratio[1] * gate.num_experts:  # else each expert has room for all tokens
+            refuse_comparison("TokenChoice", f"a capacity of {ratio[0] / ratio[1]:g} T K / E")
         priority = None
         if self.priority is not None:
             weights = gate.weights.detach()
@@ -164,6 +167,8 @@ class ExpertChoice:
     def __call__(self, gate: GateOutput, training: bool, mask: Tensor | None = None) -> tuple[RoutingPlan, Tensor]:
         _check("ExpertChoice", gate, mask)
         gates, num_experts = gate.gates, gate.num_experts
+        if self._ratio[0] < self._ratio[1] * num_experts:  # else each expert takes all tokens
+            refuse_comparison("ExpertChoice", "an expert's choice")
         scores = _keys(gates, mask)
         # Refuses torch.jit.trace, where T is a tensor: the trace would hold the capacity as a constant.
         check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")
@@ -239,6 +244,8 @@ class PriorityRouting:
     def __call__(self, gate: GateOutput, training: bool, mask: Tensor | None = None) -> tuple[RoutingPlan, Tensor]:
         _check("PriorityRouting", gate, mask)
         gates, num_experts = gate.gates, gate.num_experts
+        if self._ratio[0] < self._ratio[1] * num_experts:  # else each token gets its first choice
+            refuse_comparison("PriorityRouting", "the order of all gate weights")
         num_tokens = gates.shape[0]
         capacity = capacity_of(num_tokens, 1, num_experts, self._ratio)
         if mask is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
 from moe_kernels import backends
+from moe_kernels.backends.invariance import MARK, fixed_order, plain
 from moe_kernels.ops import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
@@ -62,10 +63,16 @@ def define(
         for position, argument in required:
             if args[position] is None:  # torch passes None for a tensor too
                 raise TypeError(f"{name}: {argument} must be a Tensor, got None")
+        fixed = backend is not None and args[backend].endswith(MARK)
+        if backend is not None and fixed:
+            args = (*args[:backend], plain(args[backend]), *args[backend + 1 :])
         if backend is not None and args[backend] != "cpu":
             backends.refuse(name, args[backend], args[required[0][0]])
         check(name, *args)
-        return implementation(*args)
+        if not fixed:
+            return implementation(*args)
+        with fixed_order():
+            return implementation(*args)
 
     _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)

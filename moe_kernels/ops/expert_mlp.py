@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends
+from moe_kernels.backends.invariance import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_first, check_fits, check_plan, check_rank, check_tensor
@@ -377,7 +378,7 @@ def expert_mlp(
     given = (x, weights, w_in, w_out, b_in, b_out)
     arrays = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row)
     keep_pre = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-    return operators.expert_mlp_fwd(*given, *arrays, activation or "", keep_pre, chosen)[0]
+    return operators.expert_mlp_fwd(*given, *arrays, activation or "", keep_pre, mark(chosen))[0]
 
 
 def expert_mlp_of_choices(
@@ -413,4 +414,4 @@ def expert_mlp_of_choices(
     check_parameters("expert_mlp", x, num_experts, w_in, w_out, b_in, b_out, activation)
     _check_weights(weights, experts, x)
     given = x, weights.to(compute_dtype(x.dtype)), w_in, w_out, b_in, b_out
-    return operators.expert_mlp_of_choices(*given, experts, activation, chosen)
+    return operators.expert_mlp_of_choices(*given, experts, activation, mark(chosen))

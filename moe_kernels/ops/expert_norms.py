@@ -18,6 +18,7 @@ from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends
+from moe_kernels.backends.invariance import is_fixed, mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
@@ -36,11 +37,12 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
 
     A group's rows are all tokens for its first expert, then all tokens for its second expert, and so on. offsets: the
     first row of each expert, then the number of rows. token: the token of each row; None if row r is token r. On a CPU
-    a group is one expert, so that its tensors are small.
+    a group is one expert, so that its tensors are small; in the mode batch_invariant too, since the number of tokens
+    must not decide in which order dx is summed.
     """
     num_tokens, num_experts = x.shape[0], w_in.shape[0]
     widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
-    group_size = 1 if backend == "cpu" else max(ELEMENTS // widest, 1)
+    group_size = 1 if backend == "cpu" or is_fixed() else max(ELEMENTS // widest, 1)
     for first in range(0, num_experts, group_size):
         experts = slice(first, min(first + group_size, num_experts))
         count = experts.stop - first
@@ -237,4 +239,4 @@ def expert_norms(
     if chosen == "reference":
         with without_autocast(x.device.type):
             return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
-    return operators.expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation or "", chosen).to(x.dtype)
+    return operators.expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation or "", mark(chosen)).to(x.dtype)

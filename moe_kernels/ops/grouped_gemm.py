@@ -17,6 +17,7 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends
+from moe_kernels.backends.invariance import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
@@ -25,6 +26,7 @@ from moe_kernels.ops._swiglu_clamped import swiglu_clamped
 from moe_kernels.sizes import (
     CLAMPED,
     GATED,
+    all_rows,
     contiguous,
     contiguous_matrices,
     contiguous_rows,
@@ -123,6 +125,15 @@ def grouped_gemm_fwd(
         refuse_bad_groups(expert_offsets, x, row_token)
     given = contiguous_rows(x), contiguous_matrices(weight), expert_offsets, row_token, bias
     return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre, keep_pre or training)
+
+
+def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    """x (T, Din) times weight (1, Din, Dout), plus bias (1, Dout), as the product of one expert. For operators in the
+    mode batch_invariant; where `backend` cannot multiply the dtype, as "cuda" float32, Triton does."""
+    target = backends.target_of(x.device.type, x.device.index)
+    if backends.unsupported(backend, "grouped_gemm", target, x.dtype) is not None:
+        backend = backends.choose("grouped_gemm", "triton", x)
+    return grouped_gemm_fwd(x, weight, all_rows(x), None, bias, "", False, backend)[0]
 
 
 def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
@@ -327,9 +338,9 @@ def grouped_gemm(
         with without_autocast(rows.device.type):
             return reference.grouped_gemm(rows, weight, expert_offsets, row_token=row_token, **named)
     if activation == CLAMPED:
-        pre = operators.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, chosen)[0]
+        pre = operators.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, mark(chosen))[0]
         return swiglu_clamped(pre, alpha, limit)
     differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     keep_pre = activation is not None and differentiated and torch.is_grad_enabled()
-    given = rows, weight, expert_offsets, row_token, bias, activation or "", keep_pre, chosen
+    given = rows, weight, expert_offsets, row_token, bias, activation or "", keep_pre, mark(chosen)
     return operators.grouped_gemm_fwd(*given)[0]

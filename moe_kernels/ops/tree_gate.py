@@ -29,10 +29,12 @@ from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends
+from moe_kernels.backends.invariance import is_fixed, mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_choice, check_fits, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_flops, no_second_derivative, operators
+from moe_kernels.ops.grouped_gemm import fixed_product
 from moe_kernels.sizes import compute_dtype, contiguous
 from python_ref.tree_gate import RouteStatistics
 
@@ -132,6 +134,12 @@ def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None 
     return flat.view(x.shape[0], weight.shape[0], weight.shape[1])
 
 
+def _fixed_products(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    """As `products`, in an order of sums that does not depend on T."""
+    stored, flat = weight.flatten(0, 1)[None], None if bias is None else bias.contiguous().view(1, -1)
+    return fixed_product(x, stored.transpose(1, 2), flat, backend).view(x.shape[0], *weight.shape[:2])
+
+
 def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> None:
     """Writes the gradients to x, split_weight and leaf_weight into `results`, except into empty tensors."""
     of_split, of_leaf = dsplit.flatten(1), dleaf.flatten(1)
@@ -156,6 +164,9 @@ def tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mo
         return kernels.tree_gate_fused_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode)
     if hasattr(kernels, "tree_gate_logits"):
         logits = kernels.tree_gate_logits(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma)
+    elif is_fixed():
+        given = (split_weight, split_bias), (leaf_weight, leaf_bias)
+        logits = tuple(_fixed_products(x, weight, bias, backend) for weight, bias in given)
     else:
         logits = products(x, split_weight, split_bias), products(x, leaf_weight, leaf_bias)
     return *kernels.tree_gate_fwd(*logits, gamma, mode), *logits
@@ -201,6 +212,11 @@ def tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weig
     dsplit, dleaf, split_logits = contiguous(dsplit, dleaf, split_logits)
     if hasattr(kernels, "tree_gate_logits_bwd"):
         return kernels.tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants)
+    if is_fixed() and wants[0]:
+        grads, weights = torch.cat([dsplit, dleaf], 2), torch.cat([split_weight, leaf_weight], 1)
+        given = dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, [False, *wants[1:]], backend
+        dx = fixed_product(grads.flatten(1), weights.flatten(0, 1)[None], None, backend)
+        return dx, *tree_gate_logits_bwd(*given)[1:]
     results = _wanted(x, split_weight, leaf_weight, wants=wants)
     products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, list(results))
     return results
@@ -377,7 +393,7 @@ def tree_gate(
         if chosen == "reference":
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
             return reference.tree_gate(x, split_weight, leaf_weight, gamma=gamma, parity=parity, **biases)
-        arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, parity or "", chosen)
+        arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, parity or "", mark(chosen))
         gates, leaf_probs, _, _ = operators.tree_gate_fwd(*arguments)
         return gates.to(x.dtype), leaf_probs.to(x.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -115,3 +116,19 @@ class Operators(TorchDispatchMode):
         if op.namespace == "moe_kernels":
             self.names.append(op._opname)
         return op(*args, **(kwargs or {}))
+
+
+class Lora(nn.Module):
+    """linear(x) + B A x, as PEFT wraps a layer. B starts at 0."""
+
+    def __init__(self, linear: nn.Linear, bare: bool = False) -> None:
+        super().__init__()
+        self.base_layer = linear.requires_grad_(False)
+        self.a = nn.Linear(linear.in_features, 2, bias=False)
+        self.b = nn.Linear(2, linear.out_features, bias=False)
+        nn.init.zeros_(self.b.weight)
+        if not bare:
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from moe_kernels import nn as mnn
-from tests.helpers.layers import EVERY, D, E, inputs
+from tests.helpers.layers import EVERY, D, E, Lora, inputs
 
 # By name: a gate, and the path of a linear layer whose output its choice or weights depend on.
 LINEAR = {
@@ -23,22 +23,6 @@ LINEAR = {
     "staged": "second.linear",
     "competition": "router.linear",
 }
-
-
-class Lora(nn.Module):
-    """linear(x) + B A x, as PEFT wraps a layer. B starts at 0."""
-
-    def __init__(self, linear: nn.Linear, bare: bool = False) -> None:
-        super().__init__()
-        self.base_layer = linear.requires_grad_(False)
-        self.a = nn.Linear(linear.in_features, 2, bias=False)
-        self.b = nn.Linear(2, linear.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-        if not bare:
-            self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def forward(self, x):
-        return self.base_layer(x) + self.b(self.a(x))
 
 
 class Twice(nn.Module):

@@ -37,6 +37,10 @@ def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> Non
     ranks.run("exact", *([check, n] if check in checks("exact") else ["case", n, check]))
 
 
+def test_the_mode_batch_invariant_has_the_bits_of_three_ranks(ranks: Ranks) -> None:
+    ranks.run("exact", "batch_invariant", 3)
+
+
 MESHES = [(2, 2), (4, 2), (4, 4)]  # (ranks, ranks over which the experts are split)
 
 

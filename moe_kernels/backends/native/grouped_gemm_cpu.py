@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups, refuse_bad_plan, refuse_outside
 
@@ -28,7 +29,10 @@ def in_cpp(dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
 
     C++ multiplies experts of up to SMALL multiply-adds on average. It multiplies larger ones if there are at
     least as many experts, or portions of LEAST rows, as threads, but not in bfloat16 with AMX, which only torch uses.
+    In the mode batch_invariant it multiplies all.
     """
+    if is_fixed():
+        return True
     num_experts, din, dout = size
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
     return num_rows * din * dout <= SMALL * max(num_experts, 1) or (enough and not _in_tiles(dtype))
@@ -145,7 +149,7 @@ def expert_mlp_fwd(
         *([] if plan else [0, 0, 0]), *((0, 0) if experts is None else (experts.itemsize, (experts, experts.dtype))),
         (scratch, torch.int32),
         (pre if keep_pre else None, dtype), (activated, dtype), (rows, dtype), (y, dtype), num_tokens, k,
-        num_rows, num_experts, din, width, hidden, dout,
+        num_rows, num_experts, din, width, hidden, dout, not is_fixed(),
     )  # fmt: skip
     return None if out_of_range else (y, pre)
 
@@ -195,6 +199,7 @@ def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]
         torch_dtype,
         (expert_offsets, torch.int32),
         *weight.shape,
+        not is_fixed(),
     )
 
 

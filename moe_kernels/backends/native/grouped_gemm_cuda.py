@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
+from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.sizes import GATED, aligned
 
@@ -69,7 +70,7 @@ def expert_mlp_bwd_hidden(
         ACTIVATIONS[activation], (dpre, grad.dtype), (weighted, grad.dtype), (partial, torch.float32),
         num_rows, *weight.shape,
     )  # fmt: skip
-    return dpre, weighted, partial.sum(0)
+    return dpre, weighted, sum_tiles(partial, 0)
 
 
 def grouped_gemm_sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
@@ -94,7 +95,7 @@ def grouped_gemm_norms(
         *_weight(weight, rows.dtype), (expert_offsets, torch.int32), *_bias(bias, rows.dtype),
         (partial, torch.float32), rows.shape[0], *weight.shape,
     )  # fmt: skip
-    return partial.sum(0)
+    return sum_tiles(partial, 0)
 
 
 def _factors(x: Tensor, weight: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.backends.native.grouped_gemm_cpu import grouped_gemm_bwd_weight, grouped_gemm_fwd
 from moe_kernels.sizes import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
@@ -120,7 +121,8 @@ def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """The tokens that reach each branch, or None if all products should be computed.
 
     All are computed if skipping saves no time, which a sample of tokens may show, or if a skipped product could be NaN:
-    NaN in a node that a token cannot reach makes all gates of the token NaN in the definition.
+    NaN in a node that a token cannot reach makes all gates of the token NaN in the definition. All are computed in the
+    mode batch_invariant too, as the other tokens must not decide.
 
     Args:
         top_of: top_of(step) returns the pre-activations of the top nodes for every step-th token.
@@ -128,7 +130,7 @@ def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
-    if above == 0 or worth <= 0:
+    if above == 0 or worth <= 0 or is_fixed():
         return None
     step = -(-tokens // SAMPLE)
     if step > 1 and _reached(native, top_of(step), gamma, worth) is None:

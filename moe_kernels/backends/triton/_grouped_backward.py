@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
+from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.triton import launch, on_device, tile
 from moe_kernels.backends.triton._grouped_configs import (
     Tiles,
@@ -303,7 +304,7 @@ def expert_mlp_bwd_hidden(
             dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, N=hidden, BIAS=b_out is not None,
             **operands(grad, w_out.transpose(1, 2), row_token is not None, tiles), **activation_of(activation),
         )  # fmt: skip
-        drow_weight = partial.sum(1)
+        drow_weight = sum_tiles(partial, 1)
 
     run_with_tiles("hidden", grad, w_out, num_rows, num_experts, hidden, run, training=True)
     return dpre, weighted, drow_weight

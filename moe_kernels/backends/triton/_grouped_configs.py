@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.sizes import aligned
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activation of the first half of the columns
@@ -91,13 +92,16 @@ def run_with_tiles(
     """Calls run(tiles), which launches the kernel, with tiles that suit the product of x (T or R, K) and `other`.
 
     With MOE_KERNELS_AUTOTUNE=1, 16-bit `_divisible` arguments on a GPU use the fastest of TILES and ALTERNATIVES, timed
-    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
+    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured. In
+    the mode batch_invariant nothing is timed, and the number of rows decides only between tiles that add alike.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
     inner_loop, divisible = loop(x.device), x.dtype != torch.float32 and _divisible(x, other, columns)
-    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training)
-    if divisible and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
+    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training or _keeps_tiles(x))
+    if is_fixed() and tiles == GENERAL["fwd"]:  # a router's product often has few columns, its gradient few terms
+        tiles = tiles._replace(n=_fitting(tiles.n, columns), k=_fitting(tiles.k, x.shape[1]))
+    if divisible and not is_fixed() and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
         key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, num_rows.bit_length())
         if key not in timed and not torch.cuda.is_current_stream_capturing():
             candidates = dict.fromkeys((*TILES[kernel, inner_loop], *ALTERNATIVES[kernel, inner_loop]))
@@ -105,6 +109,23 @@ def run_with_tiles(
         if key in timed:
             tiles = min(timed[key], key=timed[key].__getitem__)
     run(tiles)
+
+
+def _keeps_tiles(x: Tensor) -> bool:
+    """Whether the mode batch_invariant is on and tiles for few rows could add in another order than the others.
+
+    On compute capability 8.x all tiles add by the same mma.sync, in the order of its steps over k. wgmma instructions
+    differ in shape from tile to tile.
+    """
+    if not is_fixed():
+        return False
+    alike = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] == 8
+    return not (alike and loop(x.device) == 80)
+
+
+def _fitting(size: int, needed: int) -> int:
+    """The smallest size of a tile, from 16 to `size`, that covers `needed`; `size` if none does."""
+    return min(size, max(16, triton.next_power_of_2(needed)))
 
 
 def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:

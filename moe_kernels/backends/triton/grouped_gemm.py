@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.triton import TYPES, launch, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 callers look them up in this module
     activation_bwd,
@@ -155,7 +156,7 @@ def grouped_gemm_norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bia
         nonlocal squares
         partial = rows.new_empty((num_rows, triton.cdiv(columns, tiles.n)), dtype=torch.float32)
         _launch_fwd(rows, weight, expert_offsets, None, bias, "", partial, rows, tiles, norms=True)
-        squares = partial.sum(1)
+        squares = sum_tiles(partial, 1)
 
     run_with_tiles("fwd", rows, weight, num_rows, num_experts, columns, run)
     return squares

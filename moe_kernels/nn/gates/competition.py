@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._mask import call_with_mask, real_choices
 from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
@@ -84,6 +85,8 @@ class CompetitionGate(Gate):
         self.steps, self._draws = 0, Remembered()
 
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
+        if self.training:
+            refuse_random("CompetitionGate", "training")
         if self.training and self._draw_competition():
             return self._compete(self.real(x, None, mask)[0], mask)
         routed = call_with_mask("CompetitionGate", self.router, x, ids, mask=mask)

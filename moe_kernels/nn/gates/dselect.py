@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_kernels.nn._invariance import Linear, spread, total
 from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import RouterLinear
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -64,7 +65,7 @@ class DSelectKGate(Gate):
         self.code = RouterLinear(
             dim, bits, bound=bound, zero_bias=True, generator=generator, device=device, dtype=dtype
         )
-        self.mix = nn.Linear(dim, self.k, device=device, dtype=dtype)
+        self.mix = Linear(dim, self.k, device=device, dtype=dtype)
 
     @property
     def _code_length(self) -> int:
@@ -83,11 +84,12 @@ class DSelectKGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         x, ids = self.real(x, ids, mask)
-        z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)
+        z = self.project(self.code, x).view(x.shape[0], self.k, self._code_length)
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
         # Not prod(-1): its backward pass makes the host wait for a GPU, to learn whether a factor is 0.
+        set_, clear = (spread(each, 2, self.num_experts) for each in (set_, clear))
         selectors = reduce(torch.mul, torch.where(self._bits(z.device), set_, clear).unbind(-1))
-        gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
+        gates = total(spread(self.project(self.mix, x).softmax(-1), 2, self.num_experts) * selectors, 1)
         losses = {}
         if self.training and self.entropy:
             losses["entropy"] = self.entropy * tree_entropy(selectors, mask=mask)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._mask import real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
@@ -74,6 +75,8 @@ class EnsembleGate(Gate):
         x, ids = self.real(x, ids, mask)
         member = self.check_ids(x, ids, self.members, "the member of each token")
         logits = self._of_member(x, member)
+        if self.noise and self.training:
+            refuse_random("EnsembleGate", "noise=True")
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
         first = member.to(torch.int32)[:, None] * (self.num_experts // self.members)  # the member's first expert

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moe_kernels._pytree import register
+from moe_kernels.nn._invariance import call_linear
+from moe_kernels.nn._invariance import linear as _linear
 from moe_kernels.nn._mask import mean, real_choices, real_tokens
 from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
@@ -174,7 +175,7 @@ class Gate(KeepsFloat32, OutputModule):
         weight = _weight_of(linear)
         self._check_x(x, getattr(linear, "in_features", weight.shape[-1]))
         with without_autocast(x.device.type):
-            return linear(x.to(weight.dtype) if weight.is_floating_point() else x)
+            return call_linear(linear, x.to(weight.dtype) if weight.is_floating_point() else x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""
@@ -185,7 +186,7 @@ class Gate(KeepsFloat32, OutputModule):
                 f"{x.device}; call the gate itself, so that the hooks that load offloaded weights run"
             )
         with without_autocast(x.device.type):
-            return F.linear(x.to(weight.dtype), weight, bias)
+            return _linear(x.to(weight.dtype), weight, bias)
 
     def _check_x(self, x: Tensor, dim: int) -> None:
         if x.dim() != 2 or x.shape[1] != dim:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_kernels.nn._invariance import Linear, refuse_random
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import importance_loss
 from moe_kernels.ops._checks import check_number
@@ -43,13 +44,15 @@ class SoftmaxGate(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
-        self.linear = nn.Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
+        self.linear = Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
         self.importance = check_number("SoftmaxGate", "importance", importance)
         self.noise, self.generator = noise, generator
 
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         x, ids = self.real(x, ids, mask)
         logits = self._logits(x)
+        if self.noise and self.training:
+            refuse_random("SoftmaxGate", "noise=True")
         noisy = logits + expert_noise(logits, self.generator) if self.noise and self.training else logits
         losses = {}
         if self.training and self.importance:

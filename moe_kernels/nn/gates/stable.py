@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._invariance import Linear, sigmoid
 from moe_kernels.nn._mask import count, mean, real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -69,7 +70,7 @@ class StableGate(Gate):
         check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids")
         check_size("StableGate", "embedding", embedding)
         self.embedding = nn.Embedding(vocabulary, embedding, device=device, dtype=dtype)
-        self.router = nn.Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
+        self.router = Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
         self.balance = check_number("StableGate", "balance", balance)
         self.distill = check_number("StableGate", "distill", distill)
         self.stage = 1
@@ -94,7 +95,7 @@ class StableGate(Gate):
         else:
             with torch.no_grad():
                 experts = self._logits(x, ids).argmax(-1)
-        weights = affinity.sigmoid().gather(1, experts[:, None])
+        weights = sigmoid(affinity.gather(1, experts[:, None]))
         if self.training and not learning:
             weights = attach_unused(weights, (*self.embedding.parameters(), *self.router.parameters()))
         if learning:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._recompute import noise_generator
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -43,6 +44,7 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None, mask: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         x, ids = self.real(x, ids, mask)
+        refuse_random("RandomGate", "its choice of experts")
         draws = (1 if self.training else x.shape[0],)
         # torch.compile cannot trace torch.randint with symbolic sizes and generator=None.
         options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._parameters import RouterLinear
 from moe_kernels.nn.bias import BalanceBias
@@ -139,6 +140,7 @@ class TopKGate(BalanceBias, TopKRouter):
     def _noise(self, logits: Tensor, x: Tensor) -> Tensor | None:
         if self.noise is None:
             return None
+        refuse_random("TopKGate", f"noise={self.noise!r}")
         if self.noise == "vmoe":
             return expert_noise(logits, self.generator)
         return normal_like(logits, self.generator) * F.softplus(self.project(self.noise_linear, x))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from moe_kernels.backends.invariance import is_batch_invariant
 from moe_kernels.nn._mask import real_choices, real_rows
 from moe_kernels.nn._parameters import empty_parameter, uniform_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
@@ -85,7 +86,9 @@ class TreeGate(Gate):
         x, ids = self.real(x, ids, mask)
         x = x.to(self.split_weight.dtype)
         has_values = not x.is_meta and not is_compiling()
-        if self.route and not self.training and has_values and (routed := self._routed(x, mask)) is not None:
+        # tree_route runs if all tokens allow it: in the mode batch_invariant the others must not decide.
+        may_route = self.route and not self.training and has_values and not is_batch_invariant()
+        if may_route and (routed := self._routed(x, mask)) is not None:
             return routed
         gates, leaf_probs = self._dense(x)
         losses = (

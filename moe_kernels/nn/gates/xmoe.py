@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.nn._invariance import Linear, normalize
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
@@ -61,7 +63,7 @@ class XMoEGate(TopKRouter):
         super().__init__(dim, num_experts, k, backend)
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)
-        self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
+        self.linear = Linear(dim, embedding, bias=False, device=device, dtype=dtype)
         self.embeddings = empty_parameter(num_experts, embedding, device=device, dtype=dtype)
         orthogonal_init_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
@@ -80,7 +82,10 @@ class XMoEGate(TopKRouter):
         if self.score == "code" and self.training:
             values = self.embeddings.detach()  # torch.compile ignores no_grad for in-place writes to a parameter
             norms = values.norm(dim=-1, keepdim=True)
-            values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
+            scaled = norms > 0
+            if is_batch_invariant():  # scaling a scaled embedding again would change its last bits in every call
+                scaled &= (norms - RADIUS).abs() > 2 * RADIUS * torch.finfo(norms.dtype).eps
+            values.mul_(torch.where(scaled, RADIUS / norms, 1))
         return super().forward(x, ids, mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -92,8 +97,8 @@ class XMoEGate(TopKRouter):
         if self.score == "learned":
             with without_autocast(x.device.type):
                 r = self.norm(r)
-            return self.product(F.normalize(r, dim=-1), directions) / self.log_temperature.exp()
-        return self.product(F.normalize(r, dim=-1), directions) / self.temperature
+            return self.product(normalize(r), directions) / self.log_temperature.exp()
+        return self.product(normalize(r), directions) / self.temperature
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, score={self.score!r}"

@@ -197,14 +197,22 @@ OPERATORS = {
     ),
     "swiglu_clamped": Operator(
         {"pre": "f ... W"},
-        lambda dtype: {"rows": {"pre": random(dtype, 5, 8), "alpha": 1.702, "limit": 0.9}},
+        lambda dtype: {"rows": {"pre": random(dtype, 5, 8), "alpha": 1.702, "limit": 0.9, "fixed": False}},
         lambda s: (activate(s.pre.to(computed(s.pre.dtype)), "swiglu_clamped", s.alpha, s.limit),),
         rules=((lambda s: s.W % 2 == 0, "pre"),),
         **CLAMPED,
     ),
     "swiglu_clamped_bwd": Operator(
         {"grad": "f ... H", "pre": "f ... W"},
-        lambda dtype: {"rows": {"grad": random(dtype, 5, 4), "pre": random(dtype, 5, 8), "alpha": 1.702, "limit": 0.9}},
+        lambda dtype: {
+            "rows": {
+                "grad": random(dtype, 5, 4),
+                "pre": random(dtype, 5, 8),
+                "alpha": 1.702,
+                "limit": 0.9,
+                "fixed": False,
+            }
+        },
         _swiglu_bwd,
         rules=(
             (lambda s: s.W == 2 * s.H, "pre grad"),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import moe_kernels as mk
 from moe_kernels import nn as mnn
 from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.parallel import ExpertParallel, GlobalPolicy
@@ -127,6 +128,41 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "expert_choice": lambda: (_expert_choice, mnn.ExpertChoice(2.0, group=group()), mnn.ExpertChoice(2.0)),
     "one_layer": lambda: (_one_layer, mnn.TokenChoice(group=group()), mnn.TokenChoice()),
 }
+
+
+def batch_invariant() -> None:
+    """In the mode batch_invariant one process has the bits of several ranks with any parts of the tokens: y, dx and the
+    gate's weights of whole layers. Gradients of the experts are sums over tokens, in another order."""
+    mesh, ranks, rank = mesh_of_all(), dist.get_world_size(), dist.get_rank()
+    experts = 12  # divisible by two, three and four ranks
+    for layer in (
+        lambda: mnn.MoE(
+            mnn.TopKGate(D, experts, 3, order="softmax_topk"), mnn.ExpertMLP(experts, D, H), pass_through=True
+        ),
+        lambda: mnn.MoE(mnn.SoftmaxGate(D, experts), mnn.ExpertMLP(experts, D, H, activation="swiglu")),
+        lambda: mnn.MoE(mnn.TreeGate(D, experts, 2), mnn.ExpertLayer(experts, D, D), mnn.NonzeroWeights()),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            one = layer().to(dtype)
+            several = copy.deepcopy(one)
+            x = tokens(67).to(dtype)
+            parts = [1, 20, 0, 30][:ranks]
+            parts[-1] = 67 - sum(parts[:-1])
+            parallelize_module(several, mesh["ep"], {"experts": ExpertParallel()})
+
+            def results(model: nn.Module, part: Tensor) -> tuple[Tensor, ...]:
+                part = part.clone().requires_grad_()
+                with mk.batch_invariant():
+                    out = model(part)
+                (out.y.float().square().sum() + out.gates[0].weights[:, 0].sum()).backward()
+                return out.y.detach(), out.gates[0].weights.detach(), part.grad
+
+            expected = [each.split(parts)[rank] for each in results(one, x)]
+            found = results(several, x.split(parts)[rank])
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+            for own, other in zip(one.experts.parameters(), several.experts.parameters(), strict=True):
+                torch.testing.assert_close(full(other.grad) * ranks, own.grad, rtol=1e-2, atol=1e-2)
 
 
 def case(name: str) -> None:
