@@ -119,10 +119,10 @@ class Gate(KeepsFloat32, OutputModule):
     the gate raises RuntimeError. torch.compile breaks its graph where a gate draws from its `generator`.
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
-    gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
-    gate too. A constructor's `dtype` is always obeyed. FSDP2 casts parameters itself. A gate stays
-    float32 if it is wrapped first, without a policy: fully_shard(layer.gate), and then
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+    gate or of its model would make them 16-bit. A gate without a `dtype` is float32 too where torch's default dtype is
+    16-bit. Set keep_float32 to False on a gate before such a call to convert the gate too. A constructor's `dtype` is
+    always obeyed. FSDP2 casts parameters itself. A gate stays float32 if it is wrapped first, without a policy:
+    fully_shard(layer.gate), and then fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
         >>> class First(Gate):  # a gate of your own: every token goes to expert 0

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._mask import count, mean, real_choices, real_rows
-from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
+from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_int, check_number, check_size
 
@@ -63,6 +63,7 @@ class StableGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, dim=dim)
         self.centroids = empty_parameter(num_experts, dim, device=device, dtype=dtype)
         orthogonal_init_(self.centroids, gain=0.1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn._mask import real_choices
-from moe_kernels.nn._parameters import RouterLinear
+from moe_kernels.nn._parameters import RouterLinear, router_dtype
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_choice, check_number
@@ -29,11 +29,12 @@ class TopKGate(TopKRouter):
         k: from 1 to E.
         order: as in topk_gate; with k = 1 weights have a nonzero gradient only for "softmax_topk".
         noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (an
-            option of COMET trees' code); "vmoe", N(0, 1 / E^2) (V-MoE); or None. Evaluation has no noise.
+            option of COMET trees' code; not Switch's jitter, which multiplies the router's input by U(1 - eps, 1 + eps)
+            without parameters); "vmoe", N(0, 1 / E^2) (V-MoE); or None. Evaluation has no noise.
         bias: whether there is a b: none in V-MoE, one in CompeteSMoE's code.
         importance, load, balance, z: coefficients of importance_loss, load_loss, balance_loss and router_z_loss of
             moe_kernels.nn in training. `load` needs noise="vmoe"; `balance` counts first choices, as Switch and GShard
-            do. V-MoE: importance = load = 0.005.
+            do, while transformers' balance loss counts all K (see nn.balance_loss). V-MoE: importance = load = 0.005.
         reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
         generator: draws the noise; None is torch's own generator.
         backend: as in topk_gate.
@@ -70,6 +71,7 @@ class TopKGate(TopKRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(dim, num_experts, k, backend)
         check_choice("TopKGate", "order", order, ORDERS)
         check_choice("TopKGate", "noise", noise, NOISES)
