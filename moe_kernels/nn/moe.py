@@ -158,8 +158,13 @@ class MoE(OutputModule):
         if mask is not None:
             check_mask("MoE", mask, x.shape[:-1], x.device)
             mask = mask.reshape(-1)
-        output = call_with_mask("MoE", self.gate, tokens, None if ids is None else ids.reshape(-1), mask=mask)
-        plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
+        ids = None if ids is None else ids.reshape(-1)
+        if mask is None:
+            output = self.gate(tokens, ids)
+            plan, weights = self.policy(output, self.training)
+        else:
+            output = call_with_mask("MoE", self.gate, tokens, ids, mask=mask)
+            plan, weights = call_with_mask("MoE", self.policy, output, self.training, mask=mask)
         if self.expert_dropout and self.training:
             weights = weights * _expert_mask(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)

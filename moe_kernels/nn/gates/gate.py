@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moe_kernels._pytree import register
-from moe_kernels.nn._mask import mean, real_choices, real_tokens
+from moe_kernels.nn._mask import mean, real_rows, real_tokens
 from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import noise_generator
@@ -97,6 +97,13 @@ def _values(name: str, record: Tensor) -> Tensor:
     return ((record >= 1e-5).sum(-1) if name == "experts_per_sample" and record.dim() else record).float()
 
 
+def real_choices(weights: Tensor, experts: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """weights and experts (T, K): 0 and -1 for masked tokens."""
+    if mask is None:
+        return weights, experts
+    return real_rows(weights, mask), torch.where(mask[:, None], experts, -1)
+
+
 def masked_records(records: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     """The records with those of (T, ...) reduced to their statistics over the real tokens; unchanged without a mask."""
     if mask is None:
@@ -146,7 +153,7 @@ class Gate(KeepsFloat32, OutputModule):
 
     def real(self, x: Tensor, ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x (T, D) and ids (T,) with zeros for masked tokens; raises unless mask is None or (T,) bool."""
-        return real_tokens(type(self).__name__, x, ids, mask)
+        return (x, ids) if mask is None else real_tokens(type(self).__name__, x, ids, mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The router's logits (T, E) without noise, for `router_probs`; None for a gate without such logits."""

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
-from moe_kernels.nn._mask import count, mean, real_choices, real_rows
+from moe_kernels.nn._mask import count, mean, real_rows
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, real_choices
 from moe_kernels.ops._checks import check_int, check_number, check_size
 
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._parameters import RouterLinear, router_dtype
-from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like
+from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like, real_choices
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_choice, check_number
 from moe_kernels.ops.topk_gate import ORDERS, topk_gate

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moe_kernels.nn._mask import real_choices, real_rows
+from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import empty_parameter, router_dtype, uniform_
-from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records, real_choices
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
