@@ -89,7 +89,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, limit: Tensor | None = Non
     """
     num_tokens, num_experts = scores.shape
     best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices
-    room = torch.tensor(capacity, device=scores.device) if limit is None else limit.clamp(max=capacity)
+    room = capacity if limit is None else limit.clamp(max=capacity)
     among_best = (torch.arange(num_tokens, device=scores.device)[:, None] < room).expand_as(best)
     chosen = torch.zeros_like(among_best).scatter(0, best, among_best)
     experts = torch.where(chosen, torch.arange(num_experts, device=scores.device), -1)

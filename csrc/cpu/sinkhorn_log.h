@@ -22,12 +22,17 @@ constexpr double kNegligible = -64;
 // vectors such a lane gives 0 too. If packed, each lane holds another matrix, and no result depends on the other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// *log_sum = log(total). If total is 0 (all scores of a row or column are -inf), *anchor and *log_sum become 0.
+// *log_sum = log(total). If total is 0 (all scores of a row or column are -inf), *anchor and *log_sum become 0. If total
+// is infinite (the prescribed sum is 0), *log_sum is infinite, where log would give 709.
 inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
+  const Vec<double> infinity = broadcast(std::numeric_limits<double>::infinity());
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
-  *log_sum = empty ? Vec<double>{} : log(empty ? broadcast(1.0) : total);
+  *log_sum = empty ? Vec<double>{} : total == infinity ? infinity : log(empty ? broadcast(1.0) : total);
 }
+
+// x / sum, or 0 where the sum is 0: a row or column with the prescribed sum 0 has zeros alone, and passes no gradient.
+inline Vec<double> share_of(Vec<double> x, Vec<double> sum) { return sum == 0.0 ? Vec<double>{} : x / sum; }
 
 // `most`, or 0 if it is not above the lowest finite double: a maximum of -inf becomes 0.
 inline Vec<double> finite(Vec<double> most) {
@@ -256,7 +261,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
     // A matrix that iteration t did not update keeps df and dg. Its dg is copied to `next`, the dg for t - 1.
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
-      const Vec<double> all = load(dg + j), share = updates ? all / load(sums->columns + j) : Vec<double>{};
+      const Vec<double> all = load(dg + j), share = updates ? share_of(all, load(sums->columns + j)) : Vec<double>{};
       store(next + j, updates ? Vec<double>{} : all), store(dg + j, share);
       store(sums->dcolumns + j, load(sums->dcolumns + j) - share * tau_ratio);
     }
@@ -273,7 +278,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
       Vec<double> d = df[i] - row_sum<packed, double>(total);
       df.set(i, updates ? Vec<double>{} : d);
       if (sums != nullptr) {
-        d = updates ? d / sums->rows[i] : Vec<double>{};
+        d = updates ? share_of(d, sums->rows[i]) : Vec<double>{};
         sums->drows.set(i, sums->drows[i] - d * tau_ratio);
       }
       for (int64_t j = 0; j < blocks; ++j) {

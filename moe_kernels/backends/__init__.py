@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,6 +184,12 @@ def _choose(
     dtype: torch.dtype,
     passed: tuple[tuple[str, str], ...],  # backends that cannot take the sizes, with the reason
 ) -> str:
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise BackendError(
+            f"{op}: ONNX export is not supported, since ONNX has no operators like these; use torch.export, which "
+            "AOTInductor compiles"
+        )
     return _decide(op, requested(backend), target_of(device, index), dtype, passed)
 
 

@@ -14,13 +14,14 @@ Parameters keep their names, shapes and strides, so checkpoints, optimizers and 
 * Other experts, and all experts with a norm after them, run as `grouped_gemm`, the module's own gate or activation,
   `grouped_gemm`, the norm if there is one, `combine`.
 
-`Router` replaces the model's own router by a gate and a policy of moe_kernels.nn.
+`Router` replaces the model's own router by a gate and a policy of moe_kernels.nn, `router_loss` is the sum of the
+losses of all Routers, and with `use_attention_mask` Routers do not count padding.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +43,7 @@ except ImportError as error:
         f"pip install 'transformers>=5.8.1'; importing it gave: {error}"
     ) from error
 
-from moe_kernels.nn.gates.gate import Gate
-from moe_kernels.nn.policies import TokenChoice
+from moe_kernels.integrations._router import Router, router_loss, use_attention_mask
 from moe_kernels.ops._autocast import as_autocast, autocast_on
 from moe_kernels.ops._checks import HALF_AND_SINGLE
 from moe_kernels.ops.combine import combine
@@ -53,7 +53,7 @@ from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
 from python_ref.grouped_gemm import activate
 
-__all__ = ["Router", "experts_forward", "register"]
+__all__ = ["Router", "experts_forward", "register", "router_loss", "use_attention_mask"]
 
 # Class of a module's act_fn -> the name of this activation in expert_mlp.
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -112,42 +112,6 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
         y = combine(rows, plan, top_k_weights)
     return y if y.dtype == dtype else y.to(dtype)
-
-
-class Router(nn.Module):
-    """A gate and a policy of moe_kernels.nn in place of a router of transformers.
-
-        block.gate = Router(TreeGate(hidden_size, num_experts, trees=2), NonzeroWeights())
-
-    For blocks that call `logits, weights, index = gate(hidden_states)` and pass weights and index to their experts, as
-    Mixtral's and Qwen3-MoE's do. Choices that the policy drops have index num_experts, which means no expert.
-
-    Args:
-        gate: with the block's hidden size as input and the block's number of experts.
-        policy: one of moe_kernels.nn.policies; None is TokenChoice(), which keeps every choice.
-
-    Output: logits (T, E), weights (T, K) and index (T, K) int64. The logits are the logarithms of the gates; a gate
-    below the smallest normal number counts as this number, since log(0) has no finite gradient.
-    `loss` () is the sum of the gate's losses of the last forward, to be added to the task's loss.
-
-    transformers records the logits of its own router classes alone, so a model with Routers needs
-    output_router_logits=False. Balance losses must then come from the gate (`loss`).
-    """
-
-    names_its_gate = True  # nn.record_routing has the choices under the Router's name
-
-    def __init__(self, gate: Gate, policy: Any = None) -> None:
-        super().__init__()
-        self.gate, self.policy = gate, TokenChoice() if policy is None else policy
-        self.loss: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out = self.gate(hidden_states.flatten(0, -2))
-        self.loss = out.loss
-        plan, weights = self.policy(out, self.training)
-        index = torch.where(plan.slot_row >= 0, plan.slot_expert, plan.num_experts)
-        logits = out.gates.clamp(min=torch.finfo(out.gates.dtype).tiny).log()
-        return logits, weights, index.long()
 
 
 def _rows(
@@ -212,7 +176,7 @@ def _fused_activation(module: Any) -> dict[str, Any] | None:
 
 def _is_clamped(kind: type[nn.Module]) -> bool:
     """Whether `_apply_gate` of a class is the clamped gate of gpt_oss."""
-    return _computes_clamped(kind)  # type: ignore[arg-type]
+    return _computes_clamped(kind)
 
 
 # Lets torch.compile replace a call of _is_clamped by its result. The decorator for this purpose,
@@ -220,9 +184,19 @@ def _is_clamped(kind: type[nn.Module]) -> bool:
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@cache
+# By the function, which classes share that wrappers make anew for each forward, as PEFT does. Weak: nothing is kept.
+_clamped: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def _computes_clamped(kind: Any) -> bool:
     """Compares the gate of a class with the definition, on numbers below -limit, from -limit to limit and above."""
+    function = kind._apply_gate
+    if function not in _clamped:
+        _clamped[function] = _same_as_clamped(kind)
+    return _clamped[function]
+
+
+def _same_as_clamped(kind: Any) -> bool:
     pre, alpha, limit = torch.linspace(-3, 3, 14), 1.5, 1.0
     try:
         gate = kind._apply_gate(SimpleNamespace(alpha=alpha, limit=limit), pre)

@@ -42,13 +42,6 @@ def real_rows(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim())), x, 0)
 
 
-def real_choices(weights: Tensor, experts: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """weights and experts (T, K): 0 and -1 for masked tokens."""
-    if mask is None:
-        return weights, experts
-    return real_rows(weights, mask), torch.where(mask[:, None], experts, -1)
-
-
 def mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """The mean over the first dimension, over real tokens alone; zeros if there are none."""
     if mask is None:

@@ -50,6 +50,14 @@ class RouterLinear(Linear):
             nn.init.zeros_(self.bias)
 
 
+def router_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """`dtype`, the argument of a gate's constructor. For None it is float32 if torch's default dtype is 16-bit, as in
+    torch.set_default_dtype(torch.bfloat16) and Fabric's "bf16-true": a 16-bit router would choose other experts."""
+    if dtype is None and torch.get_default_dtype() in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return dtype
+
+
 class KeepsFloat32(nn.Module):
     """float32 tensors stay float32 where `.half()` or `.to()` would make them 16-bit, if keep_float32 (see Gate)."""
 

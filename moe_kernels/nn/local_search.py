@@ -22,7 +22,7 @@ from moe_kernels.backends.invariance import is_batch_invariant
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._invariance import linear, refuse_random, spread, total
-from moe_kernels.nn._parameters import KeepsFloat32
+from moe_kernels.nn._parameters import KeepsFloat32, router_dtype
 from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
@@ -111,6 +111,7 @@ class LocalSearch(KeepsFloat32):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        dtype = router_dtype(dtype)
         n = check_int("LocalSearch", "num_experts", num_experts, 1, 2**31 - 1, "experts")
         count = check_int("LocalSearch", "permutations", permutations, 1, 2**31 - 1, "permutations")
         self.steps = check_int("LocalSearch", "steps", steps, 0, 2**63 - 1, "the step that ends stage one")

@@ -244,8 +244,9 @@ def sinkhorn(
             standard normal scores and n = 8, 60 iterations from 1 to 1e-7 mostly reach a permutation, 150 iterations at
             a fixed 1e-7 mostly do not.
         rows, columns: (..., n), broadcast over matrices, float32, bfloat16, float16 or float64: prescribed sums of rows
-            and columns instead of 1. They must be above 0 and have equal totals (not checked); otherwise gradients may
-            be NaN, and rows may have other sums than prescribed.
+            and columns instead of 1. They must be at least 0 and have equal totals (not checked); otherwise rows may
+            have other sums than prescribed. A sum of 0 makes a row or column of zeros; its own gradient is then 0 on
+            "cpu" and NaN on "reference", and on "triton" and "cuda" gradients to scores may be NaN too.
         noise: like scores, added to them; Gumbel noise gives Gumbel-Sinkhorn.
         tolerance: a matrix takes no further iteration once each of its row and column sums is within `tolerance` of 1
             (or of rows and columns), those of -inf alone left out. It cannot be combined with anneal_from.

@@ -267,3 +267,22 @@ def test_states_that_were_saved_as_numbers_load(name):
     (key,) = (each for each in state if each.endswith("_extra_state"))
     made.load_state_dict(state | {key: 7})
     assert read(made) == 7
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EVERY)
+def test_gates_are_float32_where_the_default_dtype_is_16_bit(name, narrow):
+    """Of torch.set_default_dtype, as in Fabric's bf16-true; a constructor's dtype is obeyed."""
+    if name == "permuted":
+        pytest.importorskip("scipy", reason="hardening needs scipy")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(narrow)
+    try:
+        gate = EVERY[name]()
+        floating = [each for each in (*gate.parameters(), *gate.buffers()) if each.is_floating_point()]
+        assert all(each.dtype == torch.float32 for each in floating)
+        if floating and name not in ("competition", "random"):
+            made = EVERY[name](dtype=narrow)
+            assert all(each.dtype == narrow for each in made.parameters())
+    finally:
+        torch.set_default_dtype(before)

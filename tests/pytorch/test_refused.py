@@ -122,3 +122,11 @@ def test_a_program_refuses_plans_that_do_not_fit(module, how):
         if not re.match(f"{NAMED}|{GUARD}", each)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_onnx_export_is_refused_by_name(monkeypatch):
+    """torch's exporter would end in a DispatchError, and does so for the sort of the definitions, too."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    for backend in (None, "reference"):
+        with pytest.raises(mk.BackendError, match=r"topk_gate: ONNX export is not supported.*use torch.export"):
+            mk.topk_gate(torch.randn(3, 4), 2, backend=backend)

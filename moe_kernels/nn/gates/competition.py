@@ -11,10 +11,10 @@ from torch import Tensor
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._invariance import refuse_random
-from moe_kernels.nn._mask import call_with_mask, real_choices
+from moe_kernels.nn._mask import call_with_mask
 from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
-from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records, real_choices
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import competition_loss
 from moe_kernels.ops._checks import check_number

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.nn._invariance import Linear, spread, total
 from moe_kernels.nn._mask import real_rows
-from moe_kernels.nn._parameters import RouterLinear
+from moe_kernels.nn._parameters import RouterLinear, router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_int, check_number, check_positive
@@ -56,6 +56,7 @@ class DSelectKGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, fewest=2, dim=dim)
         self.k = check_int("DSelectKGate", "k", k, 1, 2**31 - 1, "selectors")
         self.gamma = check_positive("DSelectKGate", "gamma", gamma)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn._invariance import refuse_random
-from moe_kernels.nn._mask import real_choices, real_rows
-from moe_kernels.nn._parameters import empty_parameter, linear_init_
-from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
+from moe_kernels.nn._mask import real_rows
+from moe_kernels.nn._parameters import empty_parameter, linear_init_, router_dtype
+from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise, real_choices
 from moe_kernels.nn.losses import cv_squared, selection_chances
 from moe_kernels.ops._checks import check_backend, check_int, check_number
 from moe_kernels.ops.topk_gate import topk_gate
@@ -55,6 +55,7 @@ class EnsembleGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, dim=dim)
         self.members = check_int("EnsembleGate", "members", members, 1, num_experts, "members, each with own experts")
         if num_experts % members:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from moe_kernels._pytree import register
 from moe_kernels.nn._invariance import call_linear
 from moe_kernels.nn._invariance import linear as _linear
-from moe_kernels.nn._mask import mean, real_choices, real_tokens
+from moe_kernels.nn._mask import mean, real_rows, real_tokens
 from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import noise_generator
@@ -98,6 +98,13 @@ def _values(name: str, record: Tensor) -> Tensor:
     return ((record >= 1e-5).sum(-1) if name == "experts_per_sample" and record.dim() else record).float()
 
 
+def real_choices(weights: Tensor, experts: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """weights and experts (T, K): 0 and -1 for masked tokens."""
+    if mask is None:
+        return weights, experts
+    return real_rows(weights, mask), torch.where(mask[:, None], experts, -1)
+
+
 def masked_records(records: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     """The records with those of (T, ...) reduced to their statistics over the real tokens; unchanged without a mask."""
     if mask is None:
@@ -120,10 +127,10 @@ class Gate(KeepsFloat32, OutputModule):
     the gate raises RuntimeError. torch.compile breaks its graph where a gate draws from its `generator`.
 
     keep_float32: if True, float32 parameters and buffers stay float32 where `.bfloat16()`, `.half()` or `.to()` of the
-    gate or of its model would make them 16-bit. Set keep_float32 to False on a gate before such a call to convert the
-    gate too. A constructor's `dtype` is always obeyed. FSDP2 casts parameters itself. A gate stays
-    float32 if it is wrapped first, without a policy: fully_shard(layer.gate), and then
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+    gate or of its model would make them 16-bit. A gate without a `dtype` is float32 too where torch's default dtype is
+    16-bit. Set keep_float32 to False on a gate before such a call to convert the gate too. A constructor's `dtype` is
+    always obeyed. FSDP2 casts parameters itself. A gate stays float32 if it is wrapped first, without a policy:
+    fully_shard(layer.gate), and then fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
     Example:
         >>> class First(Gate):  # a gate of your own: every token goes to expert 0

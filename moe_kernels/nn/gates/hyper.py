@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.nn._parameters import router_dtype
 from moe_kernels.nn.gates.gate import TopKRouter
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_size
@@ -47,6 +48,7 @@ class HyperRouterGate(TopKRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(dim, num_experts, k, backend)
         hidden = check_size("HyperRouterGate", "hidden", hidden)
         self.embedding = nn.Parameter(torch.randn(1, dim, device=device, dtype=dtype))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn._invariance import Linear, refuse_random
+from moe_kernels.nn._parameters import router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import importance_loss
 from moe_kernels.ops._checks import check_number
@@ -43,6 +44,7 @@ class SoftmaxGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, dim=dim)
         self.linear = Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
         self.importance = check_number("SoftmaxGate", "importance", importance)

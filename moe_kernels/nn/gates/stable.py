@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._invariance import Linear, sigmoid
-from moe_kernels.nn._mask import count, mean, real_choices, real_rows
-from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn._mask import count, mean, real_rows
+from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
+from moe_kernels.nn.gates.gate import Gate, GateOutput, real_choices
 from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
@@ -64,6 +64,7 @@ class StableGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, dim=dim)
         self.centroids = empty_parameter(num_experts, dim, device=device, dtype=dtype)
         orthogonal_init_(self.centroids, gain=0.1)

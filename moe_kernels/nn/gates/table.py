@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.nn._mask import real_choices
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, real_choices
 
 
 class TableGate(Gate):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn._invariance import refuse_random
-from moe_kernels.nn._mask import real_choices
 from moe_kernels.nn._recompute import noise_generator
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import Gate, GateOutput, real_choices
 from moe_kernels.ops._checks import check_choice, check_rank
 
 INFERENCE = ("token", "ids")

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn._invariance import refuse_random
-from moe_kernels.nn._mask import real_choices
-from moe_kernels.nn._parameters import RouterLinear
+from moe_kernels.nn._parameters import RouterLinear, router_dtype
 from moe_kernels.nn.bias import BalanceBias
-from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like
+from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like, real_choices
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_choice, check_number, check_positive
 from moe_kernels.ops.topk_gate import check_groups, check_scale, check_scores, topk_gate
@@ -37,12 +36,13 @@ class TopKGate(BalanceBias, TopKRouter):
             called once a step, moves balance_bias (E) by this rate, 0.001 in DeepSeek-V3, for each expert with more or
             fewer requests than the mean. None: no bias.
         noise: noise of the logits in training: "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (an
-            option of COMET trees' code); "vmoe", N(0, 1 / E^2) (V-MoE); or None. Evaluation has no noise.
+            option of COMET trees' code; not Switch's jitter, which multiplies the router's input by U(1 - eps, 1 + eps)
+            without parameters); "vmoe", N(0, 1 / E^2) (V-MoE); or None. Evaluation has no noise.
         bias: whether there is a b: none in V-MoE, one in CompeteSMoE's code.
         importance, load, balance, z: coefficients of importance_loss, load_loss, balance_loss and router_z_loss of
             moe_kernels.nn in training. `load` needs noise="vmoe"; `balance` counts first choices, as Switch and GShard
-            do. V-MoE: importance = load = 0.005. With sigmoid scores s, s / (sum of s) takes the place of the
-            probabilities.
+            do, while transformers' balance loss counts all K (see nn.balance_loss). V-MoE: importance = load = 0.005.
+            With sigmoid scores s, s / (sum of s) takes the place of the probabilities.
         reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
         generator: draws the noise; None is torch's own generator.
         backend: as in topk_gate.
@@ -89,6 +89,7 @@ class TopKGate(BalanceBias, TopKRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(dim, num_experts, k, backend)
         check_choice("TopKGate", "noise", noise, NOISES)
         check_scores("TopKGate", order, scores, renormalise)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from moe_kernels.backends.invariance import is_batch_invariant
-from moe_kernels.nn._mask import real_choices, real_rows
-from moe_kernels.nn._parameters import empty_parameter, uniform_
-from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records
+from moe_kernels.nn._mask import real_rows
+from moe_kernels.nn._parameters import empty_parameter, router_dtype, uniform_
+from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records, real_choices
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
@@ -63,6 +63,7 @@ class TreeGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(num_experts, fewest=2, dim=dim)
         trees = check_int("TreeGate", "trees", trees, 1, 2**31 - 1, "trees")
         check_choice("TreeGate", "parity", parity, PARITIES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_kernels.backends.invariance import is_batch_invariant
 from moe_kernels.nn._invariance import Linear, normalize
-from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
+from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_positive, check_size
@@ -60,6 +60,7 @@ class XMoEGate(TopKRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dtype = router_dtype(dtype)
         super().__init__(dim, num_experts, k, backend)
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)

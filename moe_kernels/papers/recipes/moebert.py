@@ -273,11 +273,11 @@ class Pair(nn.Module):
             split = split_ffn(fc1, fc2, each, experts.num_experts, hidden, self.share, activation)
             experts.load_state_dict(split.state_dict())
 
-    def get_extra_state(self) -> dict[str, bool]:
-        return {"split": self.split}
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.split, device="cpu")
 
-    def set_extra_state(self, state: dict[str, bool]) -> None:
-        self.split = state["split"]
+    def set_extra_state(self, state: Tensor | dict[str, bool]) -> None:
+        self.split = bool(state["split"] if isinstance(state, dict) else state)  # a dict in older files
         self.teacher.requires_grad_(not self.split)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import nn as mnn
-from moe_kernels.nn.parallel import ExpertParallel
+from moe_kernels.nn.parallel import ExpertParallel, GlobalPolicy
 from tests.helpers.ranks.exact import D, E, H, Model, T, full, mean_square, mesh_of_all, mlp, tokens
 
 
@@ -232,6 +232,35 @@ def balance_over_ranks() -> None:
     part.load_state_dict(one.state_dict())
     expected, found = one(tokens()).losses, part(tokens().chunk(ranks)[rank]).losses
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def masked_over_ranks() -> None:
+    """Ranks with differently many real tokens: losses with a process group and GlobalPolicy are those of one process
+    that has the real tokens alone."""
+    ranks, rank, mesh = dist.get_world_size(), dist.get_rank(), mesh_of_all()["ep"]
+    mask = torch.rand(T, generator=torch.Generator().manual_seed(5)) < torch.linspace(0, 1, T)
+    x = torch.where(mask[:, None], tokens(), torch.nan)
+    own, own_mask = x.chunk(ranks)[rank], mask.chunk(ranks)[rank]
+    torch.manual_seed(6)
+    one = mnn.TopKGate(D, E, 2, balance=0.5, importance=0.25)
+    part = mnn.TopKGate(D, E, 2, balance=0.5, importance=0.25, reduce=dist.group.WORLD)
+    part.load_state_dict(one.state_dict())
+    expected, found = one(x[mask]), part(own, mask=own_mask)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-7)
+    expected.loss.backward()
+    found.loss.backward()
+    for mine, whole in zip(part.parameters(), one.parameters(), strict=True):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad / ranks, whole.grad, rtol=1e-4, atol=1e-6)
+    places = mask.cumsum(0)[rank * T // ranks : (rank + 1) * T // ranks][own_mask] - 1  # of own real tokens among all
+    for policy in mnn.TokenChoice(0.75, order="token"), mnn.ExpertChoice(1.5), mnn.PriorityRouting(0.75):
+        whole, weights = policy(one(x[mask]), True)
+        plan, own_weights = GlobalPolicy(policy, mesh)(part(own, mask=own_mask), True, mask=own_mask)
+        assert torch.equal(plan.slot_expert[own_mask], whole.slot_expert[places])
+        assert (plan.slot_expert[~own_mask] == -1).all()
+        torch.testing.assert_close(own_weights[own_mask], weights[places])
+        assert torch.equal(plan.requested, whole.requested)
+        assert torch.equal(plan.dropped, whole.dropped)
 
 
 def compiled() -> None:
