@@ -1,8 +1,12 @@
-"""What operators and backends share: sizes and dtypes of results, layouts that kernels take, checks of index arrays."""
+"""What operators and backends share: sizes and dtypes of results, layouts that kernels take, checks of index arrays,
+and whether sums need an order that does not depend on other rows."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -196,3 +200,44 @@ def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
     nothing: there ids outside [0, E) count as -1."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
+
+
+# Set while an operator runs that was called in the mode batch_invariant.
+_fixed: ContextVar[bool] = ContextVar("moe_kernels_fixed_order", default=False)
+
+
+@contextmanager
+def fixed_order() -> Iterator[None]:
+    """While a marked operator runs. Entered by ops._define."""
+    token = _fixed.set(True)
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
+
+def is_fixed() -> bool:
+    """Whether the operator that runs must add in an order that does not depend on its other rows."""
+    return _fixed.get()
+
+
+def ordered_sum(x: Tensor, dim: int) -> Tensor:
+    """x.sum(dim), by adding halves of the dimension: elementwise additions, which give the same bits everywhere.
+
+    torch's reductions choose an order by the sizes of all dimensions and by the number of threads. 16-bit elements are
+    added in float32.
+    """
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    sums = x.float() if narrow else x
+    if sums.shape[dim] == 0:
+        return x.sum(dim)
+    while (size := sums.shape[dim]) > 1:
+        half = size // 2
+        added = sums.narrow(dim, 0, half) + sums.narrow(dim, half, half)
+        sums = torch.cat([added, sums.narrow(dim, 2 * half, 1)], dim) if size % 2 else added
+    return sums.squeeze(dim).to(x.dtype)
+
+
+def sum_tiles(partial: Tensor, dim: int) -> Tensor:
+    """partial.sum(dim), for the operator that runs: sums over the tiles of columns of a row."""
+    return ordered_sum(partial, dim) if is_fixed() else partial.sum(dim)

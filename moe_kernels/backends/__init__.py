@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from moe_kernels.backends.invariance import is_batch_invariant, plain
+from torch.compiler import is_compiling
 
 KERNELS = ("cpu", "triton", "cuda")
 NAMES = ("reference", *KERNELS)
@@ -372,3 +372,56 @@ def _warn_reference(op: str) -> None:
         "says why",
         stacklevel=5,
     )
+
+
+# The mode batch_invariant (see invariance.py). A public function reads it, and marks the backend that it passes to an
+# operator: "cpu" becomes "cpu:invariant". So the mode of a forward is that of its backward, in any thread, and a
+# compiled or exported program keeps it.
+INVARIANT = "MOE_KERNELS_BATCH_INVARIANT"
+MARK = ":invariant"
+
+fixed_bits: ContextVar[bool | None] = ContextVar("moe_kernels_batch_invariant", default=None)
+
+
+class _Process:
+    """What the blocks of all threads ask for; torch.compile guards `on` and `off`, but cannot trace a ContextVar."""
+
+    def __init__(self) -> None:
+        self.on = self.off = False  # whether any thread is in a block with enabled=True, or with enabled=False
+        self.counts = {True: 0, False: 0}
+        self.lock = threading.Lock()
+
+    def add(self, enabled: bool | None, change: int) -> None:
+        if enabled is not None:
+            self.counts[enabled] += change
+            self.on, self.off = self.counts[True] > 0, self.counts[False] > 0
+
+
+process = _Process()
+
+
+def is_batch_invariant() -> bool:
+    """Whether this code runs in the mode."""
+    if is_compiling():
+        return process.on or (_from_environment() and not process.off)
+    requested = fixed_bits.get()
+    if requested is None and torch._C._current_graph_task_id() != -1:
+        # A recomputation on one of autograd's threads, which do not inherit context variables.
+        requested = process.on or None
+    return _from_environment() if requested is None else requested
+
+
+def _from_environment() -> bool:
+    return os.environ.get(INVARIANT, "0") not in ("", "0")
+
+
+_from_environment._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as backends.constant
+
+
+def mark(backend: str) -> str:
+    """The backend argument of an operator: `backend`, marked in the mode."""
+    return backend + MARK if is_batch_invariant() else backend
+
+
+def plain(backend: str) -> str:
+    return backend.removesuffix(MARK)

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_kernels.backends import product_backend
-from moe_kernels.backends.invariance import is_batch_invariant, ordered_sum
+from moe_kernels.backends import is_batch_invariant, product_backend
 from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.plan import make_plan
-from moe_kernels.sizes import all_rows
+from moe_kernels.sizes import all_rows, ordered_sum
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -31,15 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-class Linear(nn.Linear):
-    """An nn.Linear whose product keeps the mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
 class _Linears(TorchFunctionMode):
-    """Inside, F.linear is `linear`, for modules of others such as LoRA's."""
+    """Inside, F.linear is `linear`, also that of nn.Linear and of modules that wrap one, such as LoRA's."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (linear if function is F.linear else function)(*args, **(kwargs or {}))
@@ -47,7 +39,7 @@ class _Linears(TorchFunctionMode):
 
 def call_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), for a linear layer or a module that wraps one."""
-    if isinstance(module, Linear) or not is_batch_invariant():
+    if not is_batch_invariant():
         return module(x)
     with _Linears():
         return module(x)

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn._invariance import Linear
 
-
-class RouterLinear(Linear):
+class RouterLinear(nn.Linear):
     """An nn.Linear with the initial distribution of a gate.
 
     bound: weight ~ U(-bound, bound); None: as in nn.Linear. zero_bias: the bias starts at 0, not as in nn.Linear.

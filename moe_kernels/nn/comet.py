@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.backends.invariance import is_batch_invariant
-from moe_kernels.nn._invariance import Linear, linear, refuse_random
+from moe_kernels.backends import is_batch_invariant
+from moe_kernels.nn._invariance import call_linear, linear, refuse_random
 from moe_kernels.nn._parameters import reset
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import (
@@ -250,7 +250,7 @@ class CometFFN(nn.Module):
         super().__init__()
         k = k_from_fraction(p, hidden)
         self.hidden = MaskedLinear(dim, hidden, k, activation=activation, ties=ties, device=device, dtype=dtype)
-        self.output = Linear(hidden, dim, device=device, dtype=dtype)
+        self.output = nn.Linear(hidden, dim, device=device, dtype=dtype)
         self.dropout = check_number("CometFFN", "dropout", dropout, 0, 1, "a rate")
         self.router = FixedRouting((dim, hidden), p, ties=ties, device=device, dtype=dtype)
 
@@ -272,7 +272,7 @@ class CometFFN(nn.Module):
         if self.dropout and self.training:
             refuse_random("CometFFN", f"dropout={self.dropout:g}")
         x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
-        return F.dropout(self.output(x), self.dropout, self.training)
+        return F.dropout(call_linear(self.output, x), self.dropout, self.training)
 
     def mask(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
         """bool (..., H): the hidden neurons that are active in `forward` with the same arguments."""
@@ -332,7 +332,7 @@ class CometMLP(nn.Module):
             )
             for (n_in, n_out), k in zip(pairwise(hidden), self.router.ks, strict=True)
         )
-        self.output = Linear(hidden[-1], self.widths[-1], bias=bias, device="meta", dtype=dtype)
+        self.output = nn.Linear(hidden[-1], self.widths[-1], bias=bias, device="meta", dtype=dtype)
         self.to_empty(device=device or torch.get_default_device())
         self.reset_parameters(generator)
 
@@ -360,7 +360,7 @@ class CometMLP(nn.Module):
         masks = [None] * len(self.hidden) if bits is None else bits
         for layer, mask in zip(self.hidden, masks, strict=True):
             x = layer(x, bits=mask)
-        return self.output(x)
+        return call_linear(self.output, x)
 
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the active neurons."""

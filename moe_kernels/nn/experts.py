@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.backends import is_batch_invariant
 from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.ops._autocast import as_autocast

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.backends import is_batch_invariant
 from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._invariance import linear, refuse_random, spread, total

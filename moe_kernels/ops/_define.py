@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
 from moe_kernels import backends
-from moe_kernels.backends.invariance import MARK, fixed_order, plain
+from moe_kernels.backends import MARK, plain
 from moe_kernels.ops import _flops
+from moe_kernels.sizes import fixed_order
 
 _library = torch.library.Library("moe_kernels", "DEF")
 

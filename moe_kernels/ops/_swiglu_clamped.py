@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.backends import is_batch_invariant
 from moe_kernels.ops import _checks
 from moe_kernels.ops._define import define, no_flops, no_second_derivative, operators
 from moe_kernels.sizes import compute_dtype

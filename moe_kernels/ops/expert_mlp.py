@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends
-from moe_kernels.backends.invariance import mark
+from moe_kernels.backends import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_first, check_fits, check_plan, check_rank, check_tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends
-from moe_kernels.backends.invariance import is_fixed, mark
+from moe_kernels.backends import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
@@ -26,7 +26,7 @@ from moe_kernels.ops._define import define, gradient_like, no_second_derivative,
 from moe_kernels.ops.combine import combine_fwd
 from moe_kernels.ops.expert_mlp import check_layers, check_parameters
 from moe_kernels.ops.grouped_gemm import grouped_gemm_fwd, kernels, rows_gradient, weight_gradient
-from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous_matrices
+from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous_matrices, is_fixed
 
 # Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
 ELEMENTS = 2**27

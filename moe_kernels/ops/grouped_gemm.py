@@ -17,7 +17,7 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends
-from moe_kernels.backends.invariance import mark
+from moe_kernels.backends import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor

@@ -29,13 +29,13 @@ from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends
-from moe_kernels.backends.invariance import is_fixed, mark
+from moe_kernels.backends import mark
 from moe_kernels.ops import _checks
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_choice, check_fits, check_positive, check_rank, check_tensor
 from moe_kernels.ops._define import define, gradient_like, no_flops, no_second_derivative, operators
 from moe_kernels.ops.grouped_gemm import fixed_product
-from moe_kernels.sizes import compute_dtype, contiguous
+from moe_kernels.sizes import compute_dtype, contiguous, is_fixed
 from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")

@@ -14,7 +14,7 @@ import torch
 import moe_kernels as mk
 from moe_kernels import backends
 from moe_kernels import nn as mnn
-from moe_kernels.backends.invariance import is_fixed
+from moe_kernels.sizes import is_fixed
 from tests.helpers.planted_ptx import GPU, on, pytestmark  # noqa: F401
 from tests.ptx import session, triton_launch
 

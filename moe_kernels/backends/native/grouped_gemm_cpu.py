@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.sizes import GATED, compute_dtype, refuse_bad_groups, refuse_bad_plan, refuse_outside
+from moe_kernels.sizes import GATED, compute_dtype, is_fixed, refuse_bad_groups, refuse_bad_plan, refuse_outside
 
 # C++ always multiplies if the experts have up to SMALL multiply-adds on average.
 SMALL = 2**21

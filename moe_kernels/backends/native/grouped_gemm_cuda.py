@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
-from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.sizes import GATED, aligned
+from moe_kernels.sizes import GATED, aligned, sum_tiles
 
 PIECE = 8  # elements in 16 bytes
 COLUMNS = 128  # columns of a tile in kernels that write one partial sum per row and tile

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_kernels.backends.invariance import is_fixed
 from moe_kernels.backends.native.grouped_gemm_cpu import grouped_gemm_bwd_weight, grouped_gemm_fwd
-from moe_kernels.sizes import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
+from moe_kernels.sizes import all_rows, compute_dtype, contiguous_matrices, contiguous_rows, is_fixed
 
 # kColumns and kBlock of csrc/cpu/tree_gate_products.cpp: COLUMNS is room for the nodes and leaves of a branch, TILE the
 # number of tokens multiplied at a time.

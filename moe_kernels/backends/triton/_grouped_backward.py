@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
-from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.triton import launch, on_device, tile
 from moe_kernels.backends.triton._grouped_configs import (
     Tiles,
@@ -32,6 +31,7 @@ from moe_kernels.backends.triton._grouped_tiles import (
     split_columns,
     tile_rows,
 )
+from moe_kernels.sizes import sum_tiles
 
 TILE = 2048  # elements of a program of activation_bwd
 

@@ -18,8 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels.backends.invariance import is_fixed
-from moe_kernels.sizes import aligned
+from moe_kernels.sizes import aligned, is_fixed
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activation of the first half of the columns
 

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.invariance import sum_tiles
 from moe_kernels.backends.triton import TYPES, launch, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 callers look them up in this module
     activation_bwd,
@@ -31,6 +30,7 @@ from moe_kernels.backends.triton._grouped_tiles import (
     split_columns,
     tile_rows,
 )
+from moe_kernels.sizes import sum_tiles
 
 
 @triton.jit(do_not_specialize=["E", "R"])

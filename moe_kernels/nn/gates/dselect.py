@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_kernels.nn._invariance import Linear, spread, total
+from moe_kernels.nn._invariance import spread, total
 from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import RouterLinear, router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -66,7 +66,7 @@ class DSelectKGate(Gate):
         self.code = RouterLinear(
             dim, bits, bound=bound, zero_bias=True, generator=generator, device=device, dtype=dtype
         )
-        self.mix = Linear(dim, self.k, device=device, dtype=dtype)
+        self.mix = nn.Linear(dim, self.k, device=device, dtype=dtype)
 
     @property
     def _code_length(self) -> int:

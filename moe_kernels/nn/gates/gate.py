@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moe_kernels._pytree import register
+from moe_kernels.backends import is_batch_invariant
 from moe_kernels.nn._invariance import call_linear
 from moe_kernels.nn._invariance import linear as _linear
 from moe_kernels.nn._mask import mean, real_rows, real_tokens
@@ -182,7 +183,8 @@ class Gate(KeepsFloat32, OutputModule):
         weight = _weight_of(linear)
         self._check_x(x, getattr(linear, "in_features", weight.shape[-1]))
         with without_autocast(x.device.type):
-            return call_linear(linear, x.to(weight.dtype) if weight.is_floating_point() else x)
+            x = x.to(weight.dtype) if weight.is_floating_point() else x
+            return call_linear(linear, x) if is_batch_invariant() else linear(x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""

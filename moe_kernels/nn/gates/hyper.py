@@ -25,7 +25,7 @@ class HyperRouterGate(TopKRouter):
     Args:
         dim, num_experts: D, E.
         k: choices of a token, from 1 to E.
-        hidden: inner width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)); 256 in CompeteSMoE's code.
+        hidden: inner width of H = Linear(D, hidden), ReLU, nn.Linear(hidden, E (D + 1)); 256 in CompeteSMoE's code.
         backend: as in topk_gate.
 
     Parameters: `embedding` v (1, D), trained, and `hypernetwork` H, which is frozen: it gets no gradient, even if

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_kernels.nn._invariance import Linear, refuse_random
+from moe_kernels.nn._invariance import refuse_random
 from moe_kernels.nn._parameters import router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import importance_loss
@@ -46,7 +46,7 @@ class SoftmaxGate(Gate):
     ) -> None:
         dtype = router_dtype(dtype)
         super().__init__(num_experts, dim=dim)
-        self.linear = Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
+        self.linear = nn.Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
         self.importance = check_number("SoftmaxGate", "importance", importance)
         self.noise, self.generator = noise, generator
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
-from moe_kernels.nn._invariance import Linear, sigmoid
+from moe_kernels.nn._invariance import sigmoid
 from moe_kernels.nn._mask import count, mean, real_rows
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput, real_choices
@@ -71,7 +71,7 @@ class StableGate(Gate):
         check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids")
         check_size("StableGate", "embedding", embedding)
         self.embedding = nn.Embedding(vocabulary, embedding, device=device, dtype=dtype)
-        self.router = Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
+        self.router = nn.Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
         self.balance = check_number("StableGate", "balance", balance)
         self.distill = check_number("StableGate", "distill", distill)
         self.stage = 1

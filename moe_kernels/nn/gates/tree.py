@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moe_kernels.backends.invariance import is_batch_invariant
+from moe_kernels.backends import is_batch_invariant
 from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import empty_parameter, router_dtype, uniform_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, masked_records, real_choices

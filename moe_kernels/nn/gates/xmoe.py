@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.backends.invariance import is_batch_invariant
-from moe_kernels.nn._invariance import Linear, normalize
+from moe_kernels.backends import is_batch_invariant
+from moe_kernels.nn._invariance import normalize
 from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_, router_dtype
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
@@ -64,7 +64,7 @@ class XMoEGate(TopKRouter):
         super().__init__(dim, num_experts, k, backend)
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)
-        self.linear = Linear(dim, embedding, bias=False, device=device, dtype=dtype)
+        self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
         self.embeddings = empty_parameter(num_experts, embedding, device=device, dtype=dtype)
         orthogonal_init_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)

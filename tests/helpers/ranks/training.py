@@ -96,7 +96,7 @@ def sums_of_ranks(ep: str, kind: str) -> None:
     """Five AdamW steps give the parameters of one process that adds gradients rank by rank, bit for bit."""
     mesh = mesh_of(ep)
     one = one_model(dist.get_world_size())
-    for owner, name in ((one.first, "forward"), (one.layer.gate, "product"), (one, "scaled")):
+    for owner, name in ((one.first, "forward"), (one.layer.gate.linear, "forward"), (one, "scaled")):
         setattr(owner, name, partial(_in_parts, mesh["ep"].size(), getattr(owner, name)))
     model, wrapped = WRAPPED[kind](mesh)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
