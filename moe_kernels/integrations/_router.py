@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from moe_kernels.nn._mask import call_with_mask, check_mask
 from moe_kernels.nn._recompute import Remembered, is_recomputing
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.policies import TokenChoice
 
 try:  # where transformers collects what models record; older versions do it elsewhere
@@ -56,6 +57,46 @@ class Router(nn.Module):
         self._without_gradients = False  # whether the last forward had losses, but no gradients
         self._mask: Tensor | None = None  # the attention mask of the forward of the model that runs
         self._masks, self._takes_masks = Remembered(), False
+
+    @classmethod
+    def of(cls, router: Any, policy: Any = None, **options: Any) -> Router:
+        """A Router with a TopKGate that has a transformers router's weights and chooses as it does.
+
+            block.gate = Router.of(block.gate)
+
+        For routers with a `weight` (E, D) and `top_k`: those of DeepSeek-V3 and GLM (sigmoid scores, a correction bias,
+        which becomes `balance_bias`, and groups) and of Mixtral, OLMoE and Qwen3 (softmax). The weights are copied, in
+        float32, in which the gate computes: a router of transformers that computes in bfloat16 rounds its logits, and
+        may choose otherwise where they nearly tie.
+
+        Args:
+            router: the module that `Router` is to replace.
+            policy: as in Router.
+            options: further options of TopKGate, such as balance or balance_rate (0.001 for a router with a bias).
+
+        Raises:
+            TypeError: the router is of another kind.
+        """
+        weight, k = getattr(router, "weight", None), getattr(router, "top_k", None)
+        correction = getattr(router, "e_score_correction_bias", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(k, int) or hasattr(router, "bias"):
+            raise TypeError(
+                f"Router.of: expected a router of transformers with weight (E, D), top_k and no bias of its logits, "
+                f"got {type(router).__name__}; make Router(TopKGate(...)) yourself"
+            )
+        normalised = getattr(router, "norm_topk_prob", True)
+        rule: dict[str, Any] = {"order": "topk_softmax" if normalised else "softmax_topk"}
+        if correction is not None:
+            rule = {"scores": "sigmoid", "renormalise": normalised, "balance_rate": 0.001}
+            rule |= {"groups": (router.num_group, router.topk_group), "scale": float(router.routed_scaling_factor)}
+        num_experts, dim = weight.shape
+        given: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": torch.float32} | rule | options
+        gate = TopKGate(dim, num_experts, k, **given)
+        with torch.no_grad():
+            gate.linear.weight.copy_(weight)
+            if correction is not None:
+                gate.balance_bias.copy_(correction)
+        return cls(gate, policy)
 
     @property
     def loss(self) -> Tensor | None:
