@@ -77,6 +77,7 @@ class Permutation(Study):
             schedule="wide" if arm in ("wide", "untrained") else "paper",
             lr=self.lr,
             experts=self.experts,
+            init="torch",  # as in the committed result
             seed=seed,
         )
         splits = recipe.splits(data)
