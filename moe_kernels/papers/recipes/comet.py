@@ -9,7 +9,7 @@ one bit a neuron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,6 +54,7 @@ class Comet(Recipe):
     """Sides: models.comparison.MODELS."""
 
     SIDES: ClassVar[tuple[str, ...]] = MODELS
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"standard": ("keep",), "l1": ("keep",)}
 
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)

@@ -13,6 +13,7 @@ study search`. Jester and Books train too (--embedding 64 --width 128, Books --e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,16 +29,25 @@ from moe_kernels.papers.models.mmoe import MMoE, keras_init_
 from moe_kernels.papers.recipes import Batch, Evaluation, Recipe, Routing, Splits, Task, option, total_loss
 
 GATES = ("softmax", "hash", "topk", "dselect", "comet")
+SIDES = tuple(gate + plus for gate in GATES for plus in ("", "+", "+untrained"))
+
+
+def _unused(side: str) -> tuple[str, ...]:
+    """The swept options that do not affect a side."""
+    gate, plus, _ = side.partition("+")
+    trees = () if gate in ("dselect", "comet") else ("gamma", "entropy")
+    return (*trees, *(() if gate in ("topk", "dselect", "comet") else ("k",)), *(() if plus else ("zeta",)))
 
 
 @dataclass(frozen=True)
 class MovieLens(Recipe):
     """Sides: softmax, hash, topk, dselect and comet, each alone, with "+" and with "+untrained"."""
 
-    SIDES: ClassVar[tuple[str, ...]] = tuple(gate + plus for gate in GATES for plus in ("", "+", "+untrained"))
+    SIDES: ClassVar[tuple[str, ...]] = SIDES
     ACCEPTS: ClassVar[type] = Ratings
     METRIC: ClassVar[str] = "loss"
     HIGHER_IS_BETTER: ClassVar[bool] = False
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {side: _unused(side) for side in SIDES}
 
     data: str = option("", "folder with MovieLens (ratings.dat or movielens_*.csv), or a file of Jester or Books")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
@@ -72,6 +82,9 @@ class MovieLens(Recipe):
         chosen = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(0))
         chosen = chosen[: self.rows or None].to(data.train[0].device)
         return Splits(data, tuple(column[chosen] for column in data.train), data.test)
+
+    def columns(self) -> tuple[str, ...]:
+        return "test watched loss", "test watched accuracy", "test watched AUC", "test rating error"
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return batch.tensors[:2]

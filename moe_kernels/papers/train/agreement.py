@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_kernels import backends
+from moe_kernels.nn.gates import CompetitionGate
 from moe_kernels.papers.train.loop import Run
 
 # Allowed difference of a loss, relative to max(1, |loss|), and of a gradient, relative to the model's largest gradient.
@@ -102,6 +103,16 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
     return Agreement(found)
 
 
+def compete_in_turn(model: nn.Module) -> None:
+    """Replaces the chance of a competition: all layers compete in the first step, in the third and so on.
+
+    At the chances of a training the few steps of a check might hold no competition.
+    """
+    for module in model.modules():
+        if isinstance(module, CompetitionGate):
+            module.rate = lambda step: float(step % 2 == 0)
+
+
 def follow_agreement(fast: Run, steps: int) -> None:
     """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
@@ -179,7 +190,7 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
 def _take_step(run: Run) -> StepRecord:
     """Takes a training step and records the routing of its batch before it."""
     run.task.model.eval()
-    with run.random.use(), torch.no_grad():
+    with run.random.use(), torch.no_grad(), run.autocast():
         routing = [layer.active for layer in run.task.routing(run.batch(run.step))]
     run.task.model.train()
     with run.random.use():
