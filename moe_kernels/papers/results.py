@@ -1,0 +1,177 @@
+"""python -m moe_kernels.papers.results FILE ...: the figures of stored results, recomputed from every evaluation.
+
+A file is the log.csv of `train --out`, or several of them joined (--join), under the name NAME.csv or NAME-WHAT.csv;
+NAME is the recipe or study. For each side of a recipe it prints mean and spread over the seeds of every column, at the
+evaluation that the recipe reports, and the paired differences of the sides, with Student's p. --columns A B compares
+two columns of the same side and seed instead. --picture draws the curves over values of an option that evaluations
+alone use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_kernels import info
+from moe_kernels.papers import recipes, sources
+from moe_kernels.papers.train import checkpoint
+from moe_kernels.papers.train.plotting import write_picture
+from moe_kernels.papers.train.report import History, differences, mean_and_spread, paired, with_spread
+
+FOLDER = sources.ROOT / "bench" / "results" / "recipes"
+
+# Columns of a log that say of which run and moment a line is, or how fast the machine was.
+PLACES = ("side", "seed", "stage", "lr", "step", "epoch", "seconds", "sources")
+CURVE = re.compile(r"test (\w+) (.+) at ([\d.]+)")
+
+
+def recipe_of(path: Path) -> str:
+    """The recipe or study that a file is named after."""
+    return path.stem.partition("-")[0]
+
+
+def state(path: Path) -> str:
+    """Whether the code of a result is the present one: "fresh", or why not."""
+    name = recipe_of(path)
+    kind = "recipes" if name in recipes.names() else "studies"
+    with path.open(newline="") as file:
+        found = [row.get("sources", "") for row in csv.DictReader(file)]
+    now = sources.digest(kind, name)
+    old = [each for each in found if each != now]
+    if not old:
+        return "fresh"
+    if not any(old):
+        return "made before results had a hash of their code"
+    return f"stale: {len(old)} of {len(found)} evaluations are of other code"
+
+
+def states(folder: Path = FOLDER) -> list[tuple[str, str]]:
+    """(name, state) of every file."""
+    return [(path.name, state(path)) for path in sorted(folder.glob("*.csv"))]
+
+
+def read(path: Path) -> list[History]:
+    """The final runs of a recipe's file. The chosen evaluation is the best by the recipe's metric on the validation
+    part, if the file has it, else the last."""
+    recipe = recipes.find(recipe_of(path))
+    sign, valid = 1 if recipe.HIGHER_IS_BETTER else -1, f"valid {recipe.METRIC}"
+    runs: dict[tuple[str, str], History] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            if line["stage"] == "final":
+                key = line["side"], line["seed"]
+                run = runs.setdefault(key, History(key[0], int(key[1]), float(line["lr"]), "final", []))
+                run.rows.append({name: float(value) for name, value in line.items() if name not in PLACES and value})
+                run.terms.append({})
+    for run in runs.values():
+        scores = [sign * row[valid] for row in run.rows if valid in row]
+        run.chosen = scores.index(max(scores)) if len(scores) == len(run.rows) else len(run.rows) - 1
+    return list(runs.values())
+
+
+def table(histories: Sequence[History]) -> str:
+    """Mean and spread over the seeds of every column, a row each, for every side."""
+    sides = list(dict.fromkeys(each.side for each in histories))
+    names = list(dict.fromkeys(name for each in histories for name in each.result))
+    rows = []
+    for name in names:
+        values = ([each.result.get(name, math.nan) for each in histories if each.side == side] for side in sides)
+        rows.append((name, *(with_spread(mean_and_spread(each)) for each in values)))
+    counts = (str(sum(each.side == side for each in histories)) for side in sides)
+    return info.table(("", *sides), [("seeds", *counts), *rows])
+
+
+def between_columns(histories: Sequence[History], first: str, second: str) -> str:
+    """The paired difference of two columns of the same runs, a row for each side that has both."""
+    rows = []
+    for side in dict.fromkeys(each.side for each in histories):
+        runs = [each.result for each in histories if each.side == side and {first, second} <= each.result.keys()]
+        if len(runs) > 1:
+            mean, spread, p = paired([row[first] - row[second] for row in runs])
+            rows.append((side, len(runs), with_spread((mean, spread)), f"{p:.2g}"))
+    return info.table((f"{first} - {second}", "seeds", "mean ± spread", "p, paired t-test"), rows)
+
+
+def curves(histories: Sequence[History]) -> dict[str, list[tuple[float, float, float]]]:
+    """Side and title -> points (value, mean, spread) of the columns "test MEASURE TITLE at VALUE"."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for side in dict.fromkeys(each.side for each in histories):
+        runs = [each.result for each in histories if each.side == side]
+        for name in runs[0]:
+            if match := CURVE.fullmatch(name):
+                point = float(match[3]), *mean_and_spread([row[name] for row in runs])
+                found.setdefault(f"{side}, {match[2]}", []).append(point)
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def draw(path: Path, histories: Sequence[History], title: str) -> bool:
+    """Draws `curves`, with bars of the spread; False without matplotlib, or if there are none."""
+    lines = curves(histories)
+
+    def draw_lines(axes: Any) -> None:
+        for label, points in lines.items():
+            at, means, spreads = zip(*points, strict=True)
+            axes[0, 0].errorbar(
+                at, means, yerr=[0 if math.isnan(each) else each for each in spreads], marker="o", label=label
+            )
+        axes[0, 0].set(xlabel="value in evaluation", title=title)
+        axes[0, 0].legend(fontsize="small")
+
+    return bool(lines) and write_picture(path, draw_lines, figsize=(6.5, 4.5))
+
+
+def join(paths: Sequence[Path], out: Path) -> None:
+    """Writes the lines of several logs into one file; a later log replaces runs of the same side, seed and stage."""
+    runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    columns: dict[str, None] = {}
+    for path in paths:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        columns |= dict.fromkeys(lines[0])
+        keys = [tuple(line[name] for name in ("side", "seed", "stage", "lr")) for line in lines]
+        for key in dict.fromkeys(keys):
+            runs[key] = [line for line, own in zip(lines, keys, strict=True) if own == key]
+    order = [*(name for name in columns if name != "sources"), *(["sources"] if "sources" in columns else [])]
+    rows = [[line.get(name) or "" for name in order] for lines in runs.values() for line in lines]
+    text = "\n".join(",".join(row) for row in [order, *rows])
+    checkpoint.write(out, text + "\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m moe_kernels.papers.results", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help=f"files of results (default: all of {FOLDER.name})")
+    parser.add_argument("--measure", help="measure to compare between sides (default: the recipe's metric)")
+    parser.add_argument("--columns", nargs=2, metavar=("A", "B"), help="two columns to compare within each side")
+    parser.add_argument("--picture", type=Path, help="file for a picture of the curves")
+    parser.add_argument("--join", type=Path, metavar="FILE", help="write the lines of all files to this one")
+    args = parser.parse_args(words)
+    try:
+        if args.join:
+            join(args.files, args.join)
+            return 0
+        for path in args.files or sorted(FOLDER.glob("*.csv")):
+            print(f"{path.name}: {state(path)}\n")
+            if recipe_of(path) in recipes.names():
+                histories = read(path)
+                print(f"{table(histories)}\n")
+                measure = args.measure or recipes.find(recipe_of(path)).METRIC
+                compared = (
+                    between_columns(histories, *args.columns) if args.columns else differences(histories, measure)
+                )
+                print(f"{compared}\n")
+                if args.picture:
+                    draw(args.picture, histories, path.stem)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"results: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""python -m moe_kernels.papers.results: figures and states of stored results."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from moe_kernels.papers import recipes, results, sources, studies
+
+OLD = "0123456789ab"
+
+
+def write(path, *lines):
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(line.split(",") for line in lines)
+    return path
+
+
+def log_of(folder, name, *lines, now="sources"):
+    columns = f"side,seed,stage,lr,step,epoch,loss,valid bits,test bits,entropy 1,seconds,{now}"
+    return write(folder / name, columns, *lines)
+
+
+def test_the_state_of_a_file(tmp_path):
+    now = sources.digest("recipes", "manual")
+    head = "side,seed,stage,test accuracy"
+    (tmp_path / "all").mkdir()
+    made = {
+        "manual.csv": write(tmp_path / "all" / "manual.csv", head, "a,0,final,1"),
+        "manual-other.csv": write(
+            tmp_path / "all" / "manual-other.csv", f"{head},sources", f"a,0,final,1,{OLD}", f"b,0,final,1,{now}"
+        ),
+        "manual-third.csv": write(tmp_path / "all" / "manual-third.csv", f"{head},sources", f"a,0,final,1,{now}"),
+        "search.csv": write(tmp_path / "all" / "search.csv", f"side,sources\na,{sources.digest('studies', 'search')}"),
+    }
+    assert results.states(tmp_path / "all") == [
+        ("manual-other.csv", "stale: 1 of 2 evaluations are of other code"),
+        ("manual-third.csv", "fresh"),
+        ("manual.csv", "made before results had a hash of their code"),
+        ("search.csv", results.state(made["search.csv"])),
+    ]
+
+
+def test_every_stored_result_is_named_after_a_recipe_or_study():
+    files = sorted(results.FOLDER.glob("*.csv"))
+    assert files
+    assert {results.recipe_of(path) for path in files} <= {*recipes.names(), *studies.names()}
+
+
+def test_figures_by_hand(tmp_path, capsys):
+    """The best evaluation by the validation bits counts: of smoe with seed 0 the first."""
+    path = log_of(
+        tmp_path,
+        "competesmoe-small.csv",
+        f"smoe,0,final,0.1,1,1,2,3.0,3.5,1,0.1,{OLD}",
+        f"smoe,0,final,0.1,2,2,1,3.1,3.0,2,0.1,{OLD}",
+        f"smoe,1,final,0.1,1,1,2,4.0,5.0,5,0.1,{OLD}",
+        f"smoe,1,final,0.1,2,2,1,3.9,4.5,3,0.1,{OLD}",
+        f"smoe,0,tune,0.1,2,2,1,1.0,1.0,1,0.1,{OLD}",
+        f"fixed,0,final,0.1,2,2,1,3.0,3.6,1,0.1,{OLD}",
+        f"fixed,1,final,0.1,2,2,1,3.0,4.9,1,0.1,{OLD}",
+    )
+    assert results.main([str(path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "competesmoe-small.csv: stale: 7 of 7 evaluations are of other code"
+    assert "test bits 4.0000 ± 0.7071 4.2500 ± 0.9192" in lines
+    assert "entropy 1 2.0000 ± 1.4142 1.0000 ± 0.0000" in lines
+    assert "fixed - smoe 2 0.2500 ± 0.2121 0.34" in lines
+    assert results.main([str(path), "--columns", "test bits", "valid bits"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "smoe 2 0.5500 ± 0.0707 0.058" in lines  # 0.5 and 0.6: t = 11 with one degree of freedom
+
+
+def test_curves_over_an_option_of_evaluations(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    head = "side,seed,stage,lr,step,test accuracy,test accuracy by weight at 0.3,test accuracy by weight at 0.05"
+    path = write(
+        tmp_path / "vmoe.csv",
+        head,
+        "vmoe,0,final,1,1,0.5,,",
+        "vmoe,0,final,1,2,0.6,0.4,0.1",
+        "vmoe,1,final,1,2,0.6,0.2,0.1",
+    )
+    found = results.curves(results.read(path))
+    assert list(found) == ["vmoe, by weight"]
+    assert [point[:2] for point in found["vmoe, by weight"]] == [(0.05, 0.1), (0.3, pytest.approx(0.3))]
+    assert results.main([str(path), "--picture", str(tmp_path / "curve.png")]) == 0
+    assert (tmp_path / "curve.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_logs_join_run_by_run(tmp_path, capsys):
+    first = log_of(tmp_path, "one.csv", f"a,0,final,0.1,1,1,2,3,3,1,1,{OLD}", f"a,0,final,0.1,2,1,2,3,4,1,1,{OLD}")
+    more = f"side,seed,stage,lr,step,test more,sources\na,1,final,0.1,1,7,{OLD}\na,0,final,0.1,1,8,{OLD}\n"
+    (tmp_path / "two.csv").write_text(more)
+    out = tmp_path / "manual.csv"
+    assert results.main([str(first), str(tmp_path / "two.csv"), "--join", str(out)]) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-2:] == ["test more", "sources"]
+    assert [(row["side"], row["seed"], row["test more"], row["test bits"]) for row in rows] == [
+        ("a", "0", "8", ""),  # the later log's run of this side and seed, with a single line, replaces the two
+        ("a", "1", "7", ""),
+    ]
+    assert results.main([str(tmp_path / "none.csv")]) == 2
+    assert "results: " in capsys.readouterr().err
