@@ -4,7 +4,7 @@ A file is the log.csv of `train --out`, or several of them joined (--join), unde
 NAME is the recipe or study. For each side of a recipe it prints mean and spread over the seeds of every column, at the
 evaluation that the recipe reports, and the paired differences of the sides, with Student's p. --columns A B compares
 two columns of the same side and seed instead. --picture draws the curves over values of an option that evaluations
-alone use.
+alone use, else a panel of learning curves for each combination of swept values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from moe_kernels import info
 from moe_kernels.papers import recipes, sources
 from moe_kernels.papers.train import checkpoint
+from moe_kernels.papers.train.grids import grid_picture
 from moe_kernels.papers.train.plotting import write_picture
 from moe_kernels.papers.train.report import History, differences, mean_and_spread, paired, with_spread
 
@@ -28,6 +29,7 @@ FOLDER = sources.ROOT / "bench" / "results" / "recipes"
 
 # Columns of a log that say of which run and moment a line is, or how fast the machine was.
 PLACES = ("side", "seed", "stage", "lr", "step", "epoch", "seconds", "sources")
+DRAWN = ("step", "epoch")  # of these, what pictures need
 CURVE = re.compile(r"test (\w+) (.+) at ([\d.]+)")
 
 
@@ -67,7 +69,8 @@ def read(path: Path) -> list[History]:
             if line["stage"] == "final":
                 key = line["side"], line["seed"]
                 run = runs.setdefault(key, History(key[0], int(key[1]), float(line["lr"]), "final", []))
-                run.rows.append({name: float(value) for name, value in line.items() if name not in PLACES and value})
+                kept = (name for name in line if line[name] and (name in DRAWN or name not in PLACES))
+                run.rows.append({name: float(line[name]) for name in kept})
                 run.terms.append({})
     for run in runs.values():
         scores = [sign * row[valid] for row in run.rows if valid in row]
@@ -78,7 +81,7 @@ def read(path: Path) -> list[History]:
 def table(histories: Sequence[History]) -> str:
     """Mean and spread over the seeds of every column, a row each, for every side."""
     sides = list(dict.fromkeys(each.side for each in histories))
-    names = list(dict.fromkeys(name for each in histories for name in each.result))
+    names = [name for name in dict.fromkeys(name for each in histories for name in each.result) if name not in DRAWN]
     rows = []
     for name in names:
         values = ([each.result.get(name, math.nan) for each in histories if each.side == side] for side in sides)
@@ -148,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help=f"files of results (default: all of {FOLDER.name})")
     parser.add_argument("--measure", help="measure to compare between sides (default: the recipe's metric)")
     parser.add_argument("--columns", nargs=2, metavar=("A", "B"), help="two columns to compare within each side")
-    parser.add_argument("--picture", type=Path, help="file for a picture of the curves")
+    parser.add_argument("--picture", type=Path, help="file for a picture")
     parser.add_argument("--join", type=Path, metavar="FILE", help="write the lines of all files to this one")
     args = parser.parse_args(words)
     try:
@@ -165,8 +168,8 @@ def main(words: Sequence[str] | None = None) -> int:
                     between_columns(histories, *args.columns) if args.columns else differences(histories, measure)
                 )
                 print(f"{compared}\n")
-                if args.picture:
-                    draw(args.picture, histories, path.stem)
+                if args.picture and not draw(args.picture, histories, path.stem):
+                    grid_picture(args.picture, histories, measure, path.stem)
     except (OSError, ValueError, KeyError) as error:
         print(f"results: {error}", file=sys.stderr)
         return 2

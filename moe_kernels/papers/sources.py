@@ -21,7 +21,7 @@ TRAINING = (f"{PACKAGE}.train.loop", f"{PACKAGE}.train.comparison")
 # Prints, draws and stores what was computed, and changes no number.
 PRESENTS = (
     "train",
-    *(f"train.{name}" for name in ("agreement", "checkpoint", "contents", "heatmaps", "plotting", "report")),
+    *(f"train.{name}" for name in ("agreement", "checkpoint", "contents", "grids", "heatmaps", "plotting", "report")),
 )
 PRESENTS += ("train.sweeps", "train.trained", "sources", "")
 

@@ -7,6 +7,7 @@ import csv
 import pytest
 
 from moe_kernels.papers import recipes, results, sources, studies
+from moe_kernels.papers.train import plotting
 
 OLD = "0123456789ab"
 
@@ -104,3 +105,27 @@ def test_logs_join_run_by_run(tmp_path, capsys):
     ]
     assert results.main([str(tmp_path / "none.csv")]) == 2
     assert "results: " in capsys.readouterr().err
+
+
+def test_a_grid_has_a_panel_for_each_width_and_keep_fraction(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    lines = ["side,seed,stage,lr,step,epoch,loss,test accuracy"]
+    for number, (width, keep) in enumerate(((100, 0.5), (1000, 0.5), (100, 0.9), (1000, 0.9))):
+        for side, more in (("standard", 0), ("comet", 10)):
+            for seed in (0, 2):
+                rows = (
+                    f"{side} {width} keep={keep},{seed},final,1,{4 * i},{i},1,{number + more + seed + i}"
+                    for i in (0, 1)
+                )
+                lines += rows
+    path = write(tmp_path / "comet_width.csv", *lines)
+    assert results.main([str(path), "--picture", str(tmp_path / "grid.png")]) == 0
+    axes = drawn[0].axes
+    assert [axis.get_title() for axis in axes] == [
+        "width 100, keep 0.5", "width 1000, keep 0.5", "width 100, keep 0.9", "width 1000, keep 0.9",
+    ]  # fmt: skip
+    for number, axis in enumerate(axes):
+        assert [line.get_label() for line in axis.lines] == ["standard", "comet"]
+        assert axis.lines[1].get_xydata().tolist() == [[0, number + 11], [1, number + 12]]  # seeds 0 and 2: + 1

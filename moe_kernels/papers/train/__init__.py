@@ -31,6 +31,7 @@ from moe_kernels.papers.recipes import Recipe
 from moe_kernels.papers.train import checkpoint
 from moe_kernels.papers.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.papers.train.comparison import Comparison, call
+from moe_kernels.papers.train.grids import grid_picture
 from moe_kernels.papers.train.lock import hold
 from moe_kernels.papers.train.loop import Run
 from moe_kernels.papers.train.report import differences, legend, picture, summarise, tables, write_json
@@ -262,6 +263,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
             write_json(args.out / "result.json", result)
             drawn = picture(args.out / "plot.png", histories, recipe.METRIC, title)
             sweep_picture(args.out / "sweep.png", recipe, summaries, title)
+            grid_picture(args.out / "grid.png", histories, recipe.METRIC, title)
             missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
             print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
         if args.json:  # last, so that the folder is complete even if this cannot be written
