@@ -108,8 +108,9 @@ class Run:
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         self._competing = seed_competitions(self.task.model, self.seed)
-        # Without float16 it does nothing. The gradients of bfloat16 need no scale: it has float32's exponents.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.recipe.amp == "float16")
+        # Without float16 it does nothing; bfloat16 has float32's exponents. torch's first scale, 2^16, overflows in the
+        # first step of some recipes, which the scaler skips.
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**10, enabled=self.recipe.amp == "float16")
         self.setup_seconds = time.perf_counter() - started
         # Counted before the first step, since before_step may freeze parameters.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
