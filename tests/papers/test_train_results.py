@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 
@@ -37,6 +38,20 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
 
 
+def test_words_are_swept_too(arguments, tmp_path, capsys):
+    words = ("--activation", "relu", "tanh", "--width", "8", "24", "--check-steps", "0", "--out", str(tmp_path))
+    assert train.run(arguments(*words, "--epochs", "1", "--sides", "comet")) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    accuracy = {run["side"]: run["rows"][-1]["test accuracy"] for run in found["runs"]}
+    assert set(accuracy) == {f"comet {width} activation={name}" for width in (8, 24) for name in ("relu", "tanh")}
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "accuracy by activation relu tanh" in lines
+    assert f"comet 8 {accuracy['comet 8 activation=relu']:.4f} {accuracy['comet 8 activation=tanh']:.4f}" in lines
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
+        assert (tmp_path / "grid.png").read_bytes()[1:4] == b"PNG"
+
+
 def test_a_sweep_trains_a_side_once_that_does_not_use_the_option(tmp_path):
     points = blobs()
     recipe = comet.Comet(sides=("standard", "comet"), width=(8,), keep=(0.25, 0.5), epochs=1, check_steps=0)
@@ -55,9 +70,7 @@ def test_a_sweep_trains_a_side_once_that_does_not_use_the_option(tmp_path):
     assert found[0].rows == found[2].rows != found[3].rows
     again = Comparison(recipe, Splits(points, points.train, points.test), 2, 0, tmp_path)
     again.resume()
-    assert [(each.side, each.seed, each.rows) for each in again.histories()] == [
-        (each.side, each.seed, each.rows) for each in found
-    ]
+    assert str(again.histories()) == str(found)
 
 
 def test_a_swept_options_table_and_picture_have_mean_and_spread(monkeypatch, tmp_path):

@@ -184,7 +184,7 @@ class Recipe:
         for values in itertools.product(*swept.values()):
             chosen: dict[str, Any] = dict(zip(swept, values, strict=True))
             for side, each in replace(self, **chosen).of_sides().items():
-                found[" ".join([side, *(f"{name}={value:g}" for name, value in chosen.items())])] = each
+                found[" ".join([side, *(f"{name}={text_of(value)}" for name, value in chosen.items())])] = each
         return found
 
     def of_sides(self) -> dict[str, Recipe]:
@@ -199,7 +199,7 @@ class Recipe:
         """Further columns of the log that the table shows, where they exist."""
         return ()
 
-    def swept(self) -> dict[str, tuple[float, ...]]:
+    def swept(self) -> dict[str, tuple[Any, ...]]:
         """The options with sweep=True that have several values. A run compares all their combinations."""
         named = [each.name for each in fields(self) if each.metadata["sweep"]]
         return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
@@ -219,6 +219,11 @@ class Recipe:
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         """The task of `side` on the device of `data`, for `steps` training steps. Callers seed torch's generators."""
         raise NotImplementedError
+
+
+def text_of(value: float | str) -> str:
+    """A value of an option in the name of a side."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def accuracy(scores: Tensor, y: Tensor) -> Measures:

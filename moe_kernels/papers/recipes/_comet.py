@@ -25,7 +25,9 @@ class CometLayers(Recipe):
 
     sides: tuple[str, ...] = option(SIDES, "models to compare")
     keep: float = option(0.5, "keep fraction p", low=0, high=1, sweep=True)
-    activation: str = option("tanh", "activation of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
+    activation: str = option(
+        "tanh", "activation of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)), sweep=True
+    )
     dropout: float = option(0.0, "dropout rate", low=0, high=1)
 
     def layer_options(self) -> dict[str, Any]:

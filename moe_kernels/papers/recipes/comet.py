@@ -66,6 +66,7 @@ class Comet(Recipe):
         "tanh",
         "activation; the paper: tanh in its larger networks, softplus in its public code",
         choices=tuple(sorted(ACTIVATIONS)),
+        sweep=True,
     )
     ties: str = option("index", "tie rule of kwta", choices=TIES)
     keep_masks: bool = option(True, "side comet: compute the masks of training and test samples once and store them")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_kernels.papers.recipes import text_of
 from moe_kernels.papers.train.plotting import write_picture
 from moe_kernels.papers.train.report import History
 
-Value = tuple[str, float]  # the name of an option, "" for a width, and its value
+Value = tuple[str, float | str]  # the name of an option, "" for a width, and its value
 
 
 def grid_picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
@@ -34,7 +35,9 @@ def grid_picture(path: Path, histories: Sequence[History], metric: str, title: s
                 for name, (side, values) in named.items():
                     if values == (*first, last):
                         _draw_line(axis, [each for each in final if each.side == name], metric, side, colours[side])
-                axis.set_title(", ".join(_text(each) for each in (*first, last)), fontsize="small")
+                axis.set_title(
+                    ", ".join(f"{name or 'width'} {text_of(value)}" for name, value in (*first, last)), fontsize="small"
+                )
         for axis in axes[-1]:
             axis.set_xlabel("epoch")
         for row in axes:
@@ -54,11 +57,14 @@ def options_of(name: str) -> tuple[str, tuple[Value, ...]]:
     """ "comet 1000 keep=0.5" -> ("comet", (("", 1000.0), ("keep", 0.5)))."""
     side, *words = name.split()
     parts = (word.rpartition("=") for word in words)
-    return side, tuple((option, float(value)) for option, _, value in parts)
+    return side, tuple((option, _number(value)) for option, _, value in parts)
 
 
-def _text(value: Value) -> str:
-    return f"{value[0] or 'width'} {value[1]:g}"
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _draw_line(axis: Any, runs: Sequence[History], metric: str, label: str, colour: str) -> None:

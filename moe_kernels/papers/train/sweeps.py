@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_kernels import info
-from moe_kernels.papers.recipes import Recipe
+from moe_kernels.papers.recipes import Recipe, text_of
 from moe_kernels.papers.train.plotting import write_picture
 from moe_kernels.papers.train.report import Summary, with_spread
 
@@ -27,7 +27,7 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
         rows = [(label, *(with_spread(each[1:]) for each in points)) for label, points in lines.items()]
-        header = (f"{recipe.METRIC} by {name}", *(f"{value:g}" for value in values))
+        header = (f"{recipe.METRIC} by {name}", *map(text_of, values))
         found.append(info.table(header, rows))
     return "\n\n".join(found)
 
@@ -49,7 +49,7 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], titl
                 bars = [0 if math.isnan(spread) else spread for spread in spreads]
                 axis.errorbar(at, metrics, yerr=bars, marker="o", label=label)
             values = [point[0] for points in lines.values() for point in points]
-            log = min(values) > 0 and max(values) > 20 * min(values)
+            log = not isinstance(values[0], str) and min(values) > 0 and max(values) > 20 * min(values)
             axis.set(xlabel=name, ylabel=f"test {recipe.METRIC}", xscale="log" if log else "linear")
             axis.legend(fontsize="small")
         axes[0, 0].figure.suptitle(title)
@@ -67,12 +67,12 @@ def _curves(recipe: Recipe, summaries: Sequence[Summary]) -> dict[str, list[tupl
     }
 
 
-def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[float, float, float]]]:
+def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[Any, float, float]]]:
     """For each combination of side and other swept options, points (value of `option`, mean, spread) of the metric."""
     by_name = {each.side: each for each in summaries}
-    lines: dict[str, list[tuple[float, float, float]]] = {}
+    lines: dict[str, list[tuple[Any, float, float]]] = {}
     for name, variant in recipe.variants().items():
         value = getattr(variant, option)
-        label = name.replace(f" {option}={value:g}", "")
+        label = name.replace(f" {option}={text_of(value)}", "")
         lines.setdefault(label, []).append((value, *by_name[name].metric))
     return lines
