@@ -30,6 +30,7 @@ FOLDER = sources.ROOT / "bench" / "results" / "recipes"
 # Columns of a log that say of which run and moment a line is, or how fast the machine was.
 PLACES = ("side", "seed", "stage", "lr", "step", "epoch", "seconds", "sources")
 DRAWN = ("step", "epoch")  # of these, what pictures need
+TIMES = {"seconds", "competition time", "sources"}  # what differs in a repetition
 CURVE = re.compile(r"test (\w+) (.+) at ([\d.]+)")
 
 
@@ -42,8 +43,7 @@ def state(path: Path) -> str:
     """Whether the code of a result is the present one: "fresh", or why not."""
     name = recipe_of(path)
     kind = "recipes" if name in recipes.names() else "studies"
-    with path.open(newline="") as file:
-        found = [row.get("sources", "") for row in csv.DictReader(file)]
+    found = [line.get("sources", "") for line in _lines(path)[1]]
     now = sources.digest(kind, name)
     old = [each for each in found if each != now]
     if not old:
@@ -134,16 +134,65 @@ def join(paths: Sequence[Path], out: Path) -> None:
     runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
     columns: dict[str, None] = {}
     for path in paths:
-        with path.open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        columns |= dict.fromkeys(lines[0])
-        keys = [tuple(line[name] for name in ("side", "seed", "stage", "lr")) for line in lines]
+        found, lines = _lines(path)
+        columns |= dict.fromkeys(found)
+        keys = [_place(line)[:-1] for line in lines]
         for key in dict.fromkeys(keys):
             runs[key] = [line for line, own in zip(lines, keys, strict=True) if own == key]
     order = [*(name for name in columns if name != "sources"), *(["sources"] if "sources" in columns else [])]
-    rows = [[line.get(name) or "" for name in order] for lines in runs.values() for line in lines]
-    text = "\n".join(",".join(row) for row in [order, *rows])
-    checkpoint.write(out, text + "\n")
+    _write(out, order, [line for lines in runs.values() for line in lines])
+
+
+def renew(path: Path, logs: Sequence[Path]) -> int:
+    """Gives runs of a file the hash of the present code, which made the logs: shorter repetitions of these runs.
+
+    Every line of a repetition must have, for the same side, seed, stage and step, the numbers that the file has, to the
+    last digit (but not times): the training is deterministic, so the change of the code has not changed its meaning up
+    to there. Runs without a repetition keep their hash. Returns the number of renewed lines.
+
+    Raises:
+        ValueError: a number differs, or a log is not of the present code, or has a line that the file lacks.
+    """
+    now = sources.digest("recipes", recipe_of(path))
+    columns, stored = _lines(path)
+    places = {_place(line): line for line in stored}
+    repeated = set()
+    for log in logs:
+        for line in _lines(log)[1]:
+            known = places.get(_place(line))
+            if line.get("sources") != now or known is None:
+                why = "is not of the present code" if known else f"is not in {path.name}"
+                raise ValueError(f"{log}: step {line['step']} of {line['side']}, seed {line['seed']}, {why}")
+            for name in line.keys() - TIMES:
+                if line[name] != (known.get(name) or ""):
+                    differ = f"{known.get(name)!r} in {path.name}, {line[name]!r} now"
+                    raise ValueError(
+                        f"{log}: {name} of {line['side']}, seed {line['seed']}, step {line['step']}: {differ}"
+                    )
+            repeated.add(_place(line)[:-1])
+    renewed = [line for line in stored if _place(line)[:-1] in repeated]
+    for line in renewed:
+        line["sources"] = now
+    order = [*(name for name in columns if name != "sources"), "sources"]
+    _write(path, order, stored)
+    return len(renewed)
+
+
+def _place(line: dict[str, str]) -> tuple[str, ...]:
+    return tuple(line[name] for name in ("side", "seed", "stage", "lr", "step"))
+
+
+def _lines(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the lines of a file."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        lines = list(reader)
+    return list(reader.fieldnames or ()), lines
+
+
+def _write(path: Path, columns: Sequence[str], lines: Sequence[dict[str, str]]) -> None:
+    rows = [[line.get(name) or "" for name in columns] for line in lines]
+    checkpoint.write(path, "\n".join(",".join(row) for row in [columns, *rows]) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -153,8 +202,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--columns", nargs=2, metavar=("A", "B"), help="two columns to compare within each side")
     parser.add_argument("--picture", type=Path, help="file for a picture")
     parser.add_argument("--join", type=Path, metavar="FILE", help="write the lines of all files to this one")
+    parser.add_argument(
+        "--renew", nargs="+", type=Path, metavar="LOG", help="logs of shorter repetitions that prove the one file fresh"
+    )
     args = parser.parse_args(words)
     try:
+        if args.renew:
+            (path,) = args.files
+            print(f"{path.name}: {renew(path, args.renew)} evaluations are of the present code; {state(path)}")
+            return 0
         if args.join:
             join(args.files, args.join)
             return 0

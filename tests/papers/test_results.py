@@ -129,3 +129,27 @@ def test_a_grid_has_a_panel_for_each_width_and_keep_fraction(tmp_path, monkeypat
     for number, axis in enumerate(axes):
         assert [line.get_label() for line in axis.lines] == ["standard", "comet"]
         assert axis.lines[1].get_xydata().tolist() == [[0, number + 11], [1, number + 12]]  # seeds 0 and 2: + 1
+
+
+def test_a_repetition_renews_a_result_only_if_every_number_is_equal(tmp_path, capsys):
+    now = sources.digest("recipes", "competesmoe")
+    stored = [
+        f"smoe,0,final,0.1,1,1,2,3.0,3.5,1,0.1,{OLD}",
+        f"smoe,0,final,0.1,2,2,1,3.1,3.0,2,0.1,{OLD}",
+        f"smoe,1,final,0.1,1,1,2,4.0,5.0,5,0.1,{OLD}",
+    ]
+    path = log_of(tmp_path, "competesmoe.csv", *stored)
+    again = log_of(tmp_path, "again.csv", f"smoe,0,final,0.1,1,1,2,3.0,3.5,1,0.7,{now}")  # in other time
+    for line, message in (
+        (f"smoe,0,final,0.1,1,1,2,3.0,3.50001,1,0.7,{now}", "test bits of smoe, seed 0, step 1: '3.5' in"),
+        (f"smoe,0,final,0.1,1,1,2,3.0,3.5,1,0.7,{OLD}", "step 1 of smoe, seed 0, is not of the present code"),
+        (f"smoe,2,final,0.1,1,1,2,3.0,3.5,1,0.7,{now}", "step 1 of smoe, seed 2, is not in competesmoe.csv"),
+    ):
+        wrong = log_of(tmp_path, "wrong.csv", line)
+        assert results.main([str(path), "--renew", str(again), str(wrong)]) == 2
+        assert message in capsys.readouterr().err
+        assert results.state(path) == "stale: 3 of 3 evaluations are of other code"
+    assert results.main([str(path), "--renew", str(again)]) == 0
+    assert "2 evaluations are of the present code; stale: 1 of 3" in capsys.readouterr().out
+    with path.open() as file:
+        assert [row["sources"] for row in csv.DictReader(file)] == [now, now, OLD]
