@@ -115,6 +115,11 @@ def test_the_command_trains_in_mixed_precision(arguments, tmp_path, capsys):
     assert "passed, 6 steps" in capsys.readouterr().out
     found = json.loads(report.read_text())
     assert found["settings"]["amp"] == "bfloat16"
+    assert train.run(arguments("--amp", "none", "bfloat16", "--sides", "comet", "--json", str(report))) == 0
+    both = json.loads(report.read_text())["runs"]
+    assert [run["side"] for run in both] == ["comet amp=none", "comet amp=bfloat16"]
+    assert both[1]["rows"][-1]["loss"] != both[0]["rows"][-1]["loss"]
+    assert "accuracy by amp" in capsys.readouterr().out
     assert found["agreement"]["comet"]["steps"][0]["tolerance"] == pytest.approx(2.0**-7)
 
 

@@ -168,6 +168,7 @@ class Recipe:
         "none",
         "mixed precision: torch.autocast in training and evaluation; float16 scales the loss",
         choices=("none", "bfloat16", "float16"),
+        sweep=True,
     )
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
