@@ -70,6 +70,18 @@ def test_float16_scales_the_loss_and_skips_a_step_that_overflows():
     assert plain > 0
 
 
+def test_gradients_are_clipped_without_the_scale():
+    points, norms = images(), {}
+    for amp in ("none", "float16"):
+        recipe = VMoE(sides=("dense",), patch=2, dim=16, depth=2, heads=2, hidden=12, batch_size=16, steps=3, amp=amp)
+        run = Run(recipe, 0, Splits(points, points.train, points.test))
+        run.task.clip = 0.5
+        run.take_step()
+        norms[amp] = torch.cat([each.flatten() for each in run.gradients() if each is not None]).norm().item()
+    assert norms["none"] == pytest.approx(0.5, rel=1e-4)
+    assert norms["float16"] == pytest.approx(0.5, rel=1e-3)
+
+
 def test_a_checkpoint_has_the_scale():
     run, again = of_comet("float16"), of_comet("float16")
     after(run, 3)
