@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import re
 
 import pytest
 
-from moe_kernels.papers import recipes, results, sources, studies
+from moe_kernels.papers import recipes, results, sources, studies, train
 from moe_kernels.papers.train import plotting
 
 OLD = "0123456789ab"
@@ -153,3 +155,27 @@ def test_a_repetition_renews_a_result_only_if_every_number_is_equal(tmp_path, ca
     assert "2 evaluations are of the present code; stale: 1 of 3" in capsys.readouterr().out
     with path.open() as file:
         assert [row["sources"] for row in csv.DictReader(file)] == [now, now, OLD]
+
+
+def commands():
+    """The commands of the page of results, each as its words."""
+    page = (sources.ROOT / "docs/guide/results.md").read_text()
+    return [found.split() for found in re.findall(r"^\* `((?:train|study) [^`]+)`", page, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_the_command_of_a_row_is_one_of_this_program(words):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    (train if words[0] == "train" else studies).add_arguments(parser, words[1:])
+    args = parser.parse_args(words[1:])
+    kind = recipes.find(args.recipe) if words[0] == "train" else studies.find(args.study)
+    assert kind(**train.given(kind, args))
+
+
+def test_every_row_has_a_command_and_every_stored_file_a_row():
+    page = (sources.ROOT / "docs/guide/results.md").read_text()
+    rows = re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(rows) >= 8
+    assert [title for title, text in rows if not re.search(r"^\* `(train|study) ", text, re.MULTILINE)] == []
+    named = {words[1] for words in commands()}
+    assert {results.recipe_of(path) for path in results.FOLDER.glob("*.csv")} == named
