@@ -48,7 +48,7 @@ def state(path: Path) -> str:
     old = [each for each in found if each != now]
     if not old:
         return "fresh"
-    if not any(old):
+    if not any(found):
         return "made before results had a hash of their code"
     return f"stale: {len(old)} of {len(found)} evaluations are of other code"
 

@@ -34,11 +34,15 @@ def test_the_state_of_a_file(tmp_path):
         "manual-other.csv": write(
             tmp_path / "all" / "manual-other.csv", f"{head},sources", f"a,0,final,1,{OLD}", f"b,0,final,1,{now}"
         ),
+        "manual-part.csv": write(
+            tmp_path / "all" / "manual-part.csv", f"{head},sources", "a,0,final,1,", f"b,0,final,1,{now}"
+        ),
         "manual-third.csv": write(tmp_path / "all" / "manual-third.csv", f"{head},sources", f"a,0,final,1,{now}"),
         "search.csv": write(tmp_path / "all" / "search.csv", f"side,sources\na,{sources.digest('studies', 'search')}"),
     }
     assert results.states(tmp_path / "all") == [
         ("manual-other.csv", "stale: 1 of 2 evaluations are of other code"),
+        ("manual-part.csv", "stale: 1 of 2 evaluations are of other code"),
         ("manual-third.csv", "fresh"),
         ("manual.csv", "made before results had a hash of their code"),
         ("search.csv", results.state(made["search.csv"])),
