@@ -6,20 +6,18 @@ verification, the measured figures, and a hash of the sources without their comm
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import re
-import tokenize
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_kernels._source import python_code
 from moe_kernels.backends import ALIASES, NAMES, file_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,22 +120,7 @@ def digest(op: str, backend: str, root: Path = ROOT) -> str:
 @cache  # of each version of a file, since a run asks for every kernel's digest, and kernels share files
 def _code(suffix: str, text: str) -> str:
     """The text of a file without what leaves results fresh."""
-    return (_python_code if suffix == ".py" else _cpp_code)(text)
-
-
-def _python_code(text: str) -> str:
-    """The lines of a Python file without comments and docstrings: changes of these leave results fresh."""
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            for row in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
-                lines[row - 1] = ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(filter(None, map(str.rstrip, lines)))
+    return (python_code if suffix == ".py" else _cpp_code)(text)
 
 
 def _cpp_code(text: str) -> str:

@@ -1,4 +1,5 @@
-"""A Sphinx extension: replaces `<!-- figures: kwta -->` in a page by the measured and predicted figures of kwta."""
+"""A Sphinx extension: replaces `<!-- figures: kwta -->` in a page by the measured and predicted figures of kwta, and
+`<!-- results of recipes -->` by the states of the files in bench/results/recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import re
 from typing import Any
 
 from bench import ledger, merging, predict, report
+from moe_kernels.papers import results
 
+RECIPES = "<!-- results of recipes -->"
 MARK = re.compile(r"<!-- figures: ([\w ]+) -->")
 
 
@@ -15,7 +18,13 @@ def setup(app: Any) -> None:
 
 
 def _insert(app: Any, name: str, source: list[str]) -> None:
-    source[0] = MARK.sub(lambda match: figures(match[1].split()), source[0])
+    source[0] = MARK.sub(lambda match: figures(match[1].split()), source[0]).replace(RECIPES, states())
+
+
+def states() -> str:
+    """A Markdown table: whether the code of each recipe's and study's result is the present one."""
+    rows = [f"| `{name}` | {state} |" for name, state in results.states()]
+    return "\n".join(["| file | code |", "|---|---|", *rows])
 
 
 def figures(operations: list[str]) -> str:

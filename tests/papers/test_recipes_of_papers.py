@@ -65,7 +65,7 @@ def layers_of(run):
 @pytest.mark.parametrize(("side", "members"), [("vmoe", 1), ("e3", 2)])
 def test_capacity_and_losses_of_v_moe(side, members):
     """Capacity factors of training and evaluation, groups of 8 images (an image has 17 tokens), multiples of 4."""
-    run, _ = blocks_with_experts(side, capacity=0.3, capacity_eval=0.9, balance=0.25, experts=8)
+    run, _ = blocks_with_experts(side, capacity=0.3, capacity_eval=(0.9,), balance=0.25, experts=8)
     layer = layers_of(run)[0]
     tokens, k, count = 8 * 17 * members, 2, 8
     assert layer.policy.group == tokens
@@ -82,7 +82,7 @@ def test_capacity_and_losses_of_v_moe(side, members):
     outputs = run.task.model(run.batch(0).tensors[0])[1]
     for name in ("importance", "load"):  # summed over the layers
         assert found[name] == pytest.approx(sum(out.losses[name].item() for out in outputs), rel=1e-5)
-    twice = blocks_with_experts(side, capacity=0.3, capacity_eval=0.9, balance=0.5, experts=8)[0]
+    twice = blocks_with_experts(side, capacity=0.3, capacity_eval=(0.9,), balance=0.5, experts=8)[0]
     torch.manual_seed(0)
     losses = twice.task.loss(twice.batch(0))
     assert losses["importance"].item() == pytest.approx(2 * found["importance"], rel=1e-4)
@@ -310,7 +310,7 @@ def test_the_importance_of_neurons_is_of_the_first_windows(side, text, monkeypat
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
-    changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
+    changed = {"capacity": 0.3, "capacity_eval": (0.3,), "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
     kept = []
@@ -326,7 +326,7 @@ def test_priority_matters_with_two_choices_of_v_moe():
 @pytest.mark.parametrize("side", ["vmoe", "e3"])
 def test_figures_of_an_evaluation_weigh_batches_by_their_images(side):
     """Recomputes the columns from the single batches: 33 images, then 7."""
-    run, _ = blocks_with_experts(side, capacity_eval=0.4, eval_batch=33, experts=8, group=4)
+    run, _ = blocks_with_experts(side, capacity_eval=(0.4,), eval_batch=33, experts=8, group=4)
     with torch.no_grad():
         run.task.model.embed.project.weight.mul_(20)  # the images then differ in their routing
     found, model, members = run.evaluate(), run.task.model.eval(), 2 if side == "e3" else 1

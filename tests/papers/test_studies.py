@@ -12,7 +12,7 @@ import torch
 from moe_kernels.__main__ import main
 from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
-from moe_kernels.papers import data, studies
+from moe_kernels.papers import data, sources, studies
 from moe_kernels.papers.recipes import Batch, Splits, movielens
 from moe_kernels.papers.studies import permutation, search, similarity, utilisation
 from moe_kernels.papers.train.loop import Run
@@ -30,6 +30,7 @@ def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
     words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
     assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "similarity.csv")
+    assert {row["sources"] for row in rows} == {sources.digest("studies", "similarity")}
     assert len(rows) == 60
     assert all(float(row["masks"]) == pytest.approx(1) for row in rows if row["keep"] == "1.0")
     sparse = [row for row in rows if row["keep"] == "0.2"]

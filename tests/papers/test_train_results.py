@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 
@@ -13,7 +14,8 @@ from moe_kernels.papers import data, train
 from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
 from moe_kernels.papers.train import agreement, loop, plotting, report, sweeps
 from moe_kernels.papers.train.comparison import Comparison
-from moe_kernels.papers.train.loop import Run, area_under_roc
+from moe_kernels.papers.train.loop import Run
+from moe_kernels.papers.train.statistics import RoutingStatistics, area_under_roc, calibration_error
 from tests.helpers.planted import interrupt
 from tests.helpers.small_sets import blobs
 
@@ -34,6 +36,41 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert "dead neurons" in printed
     assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
+
+
+def test_words_are_swept_too(arguments, tmp_path, capsys):
+    words = ("--activation", "relu", "tanh", "--width", "8", "24", "--check-steps", "0", "--out", str(tmp_path))
+    assert train.run(arguments(*words, "--epochs", "1", "--sides", "comet")) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    accuracy = {run["side"]: run["rows"][-1]["test accuracy"] for run in found["runs"]}
+    assert set(accuracy) == {f"comet {width} activation={name}" for width in (8, 24) for name in ("relu", "tanh")}
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "accuracy by activation relu tanh" in lines
+    assert f"comet 8 {accuracy['comet 8 activation=relu']:.4f} {accuracy['comet 8 activation=tanh']:.4f}" in lines
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
+        assert (tmp_path / "grid.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_sweep_trains_a_side_once_that_does_not_use_the_option(tmp_path):
+    points = blobs()
+    recipe = comet.Comet(sides=("standard", "comet"), width=(8,), keep=(0.25, 0.5), epochs=1, check_steps=0)
+    every = Comparison(recipe, Splits(points, points.train, points.test), 2, 0, tmp_path)
+    made = []
+    every.make = lambda *given: made.append(given[0]) or Run(*given)
+    every.train(lambda: None, lambda line: None)
+    assert [(each.side, each.keep, each.seed) for each in made] == [
+        (side, keep, seed) for seed in (0, 1) for side, keep in (("standard", 0.25), ("comet", 0.25), ("comet", 0.5))
+    ]
+    assert every.total_steps == 6 * 2
+    found = every.histories()
+    assert [(each.side, each.seed) for each in found] == [
+        (f"{side} keep={keep}", seed) for seed in (0, 1) for keep in (0.25, 0.5) for side in ("standard", "comet")
+    ]
+    assert found[0].rows == found[2].rows != found[3].rows
+    again = Comparison(recipe, Splits(points, points.train, points.test), 2, 0, tmp_path)
+    again.resume()
+    assert str(again.histories()) == str(found)
 
 
 def test_a_swept_options_table_and_picture_have_mean_and_spread(monkeypatch, tmp_path):
@@ -147,7 +184,7 @@ def test_a_row_has_the_means_over_the_steps_since_the_row_before(monkeypatch):
 
 def test_columns_of_routing_by_hand():
     """Two layers, which differ in their experts, and two batches, of three and of one sample."""
-    found = loop.RoutingStatistics(torch.device("cpu"))
+    found = RoutingStatistics(torch.device("cpu"))
     three, one = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]).bool(), torch.tensor([[1, 1, 1]]).bool()
     half, some = torch.full((3, 2), 0.5), torch.tensor([[0.5, 0.5], [1, 0], [1, 0]])
     found.add([Routing(three, some), Routing(torch.tensor([[0, 1]] * 3).bool(), half)])
@@ -275,6 +312,40 @@ def test_errors_of_a_checked_step_by_hand():
     assert not allowed.compare(3, record([True, True, True], 2.0, math.nan)).passed
     missing = agreement.StepRecord(got.routing, got.loss, [got.gradients[0], torch.ones(1), got.gradients[2]])
     assert allowed.compare(3, missing).gradient_error == math.inf
+
+
+def test_the_calibration_error_by_hand():
+    """Bins of a tenth: 0.05 alone, wrong; 0.72 and 0.78, one right; 1.0, right, which is in the last bin with 0.95."""
+    confidence = torch.tensor([0.05, 0.72, 0.78, 1.0, 0.95])
+    right = torch.tensor([False, True, False, True, True])
+    expected = (0.05 + abs(0.72 + 0.78 - 1) + abs(1.95 - 2)) / 5
+    assert calibration_error(confidence, right, bins=10) == pytest.approx(expected, abs=1e-6)
+    assert calibration_error(torch.tensor([0.6, 0.6]), torch.tensor([True, False])) == pytest.approx(0.1, abs=1e-6)
+    assert math.isnan(calibration_error(torch.empty(0), torch.empty(0, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_paired_differences_have_students_p(count):
+    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
+    for shift in (0.0, 0.4, 3.0):
+        values = (torch.randn(count, generator=torch.Generator().manual_seed(count)) + shift).tolist()
+        mean, spread, p = report.paired(values)
+        assert (mean, spread) == pytest.approx(report.mean_and_spread(values))
+        assert p == pytest.approx(stats.ttest_1samp(values, 0).pvalue, rel=1e-9)
+    assert report.paired([2.0] * count) == (2.0, 0.0, 0.0)
+    assert report.paired([0.0] * count) == (0.0, 0.0, 1.0)
+
+
+def test_sides_are_compared_over_the_seeds_that_both_have():
+    runs = [history("a", seed, (1 + seed,)) for seed in (0, 1, 2)] + [
+        history("b", seed, (3, 2 * seed)) for seed in (1, 2)
+    ]
+    runs += [history("c", 0, (9,)), history("b", 0, (50,), stage="tune")]
+    lines = [" ".join(line.split()) for line in report.differences(runs, "accuracy").splitlines()]
+    assert lines[2:] == ["b - a 2 0.5000 ± 0.7071 0.5"]  # 2 - 2 and 4 - 3: t = 1 with one degree of freedom
+    assert report.differences(runs[:3], "accuracy") == ""
+    many = [history(name, seed, (1.0 + seed * number,)) for number, name in enumerate("abcdefghi") for seed in (0, 1)]
+    assert len(report.differences(many, "accuracy").splitlines()) == 2 + 8  # each of nine against the first alone
 
 
 def test_area_under_roc_counts_pairs():

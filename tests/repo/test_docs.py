@@ -61,6 +61,17 @@ def test_every_environment_variable_has_a_row() -> None:
     assert read == set(re.findall(r"^\| `(MOE_KERNELS_\w+)` \|", page, re.MULTILINE))
 
 
+def test_a_page_shows_which_results_of_recipes_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    extension = importlib.import_module("figures")
+    page = [(DOCS / "guide" / "results.md").read_text()]
+    assert extension.RECIPES in page[0]
+    extension._insert(None, "guide/results", page)
+    for path in (DOCS.parent / "bench/results/recipes").glob("*.csv"):
+        assert f"\n| `{path.name}` | " in page[0]
+    assert re.search(r"\n\| `manual.csv` \| made before results had a hash of their code \|", page[0])
+
+
 def test_a_page_shows_the_figures_of_fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     figures = importlib.import_module("figures").figures

@@ -9,8 +9,6 @@ and plain containers.
     Text: uint8 indices into the bytes of its vocabulary.
     Table: x and y, float32.
     Ratings: columns user, movie, watched and rating.
-
-`multi_mnist` and `celeba` return TaskImages: uint8 images with several labels each.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from moe_kernels.papers.data.cifar import CIFAR10_BATCHES, CIFAR10_CLASSES
 from moe_kernels.papers.data.images import Images
 from moe_kernels.papers.data.ratings import Ratings
 from moe_kernels.papers.data.sarcos import Table
-from moe_kernels.papers.data.tasks import TaskImages, celeba, multi_mnist
 from moe_kernels.papers.data.text import Text
 
 Dataset = Images | Text | Ratings | Table
@@ -41,13 +38,10 @@ __all__ = [
     "Images",
     "Ratings",
     "Table",
-    "TaskImages",
     "Text",
     "blank",
-    "celeba",
     "describe",
     "load",
-    "multi_mnist",
 ]
 
 _LOADERS: dict[str, Callable[[Path], Dataset]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn.experts import Experts
-from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.experts import ExpertLayer, Experts
+from moe_kernels.nn.gates import DSelectKGate, Gate, TreeGate
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.moe import MoEOutput, MultiGateMoE
 
@@ -51,3 +53,27 @@ class MMoE(nn.Module):
         out = self.moe(h, users)
         watched, rating = (head(y)[:, 0] for head, y in zip(self.heads, out.y, strict=True))
         return watched, rating, out
+
+
+@torch.no_grad()
+def keras_init_(model: MMoE) -> None:
+    """Draws the parameters as COMET trees' code does, which leaves most of them to Keras, in place.
+
+    Weights W (out, in) of a linear layer, an expert, a top-k or softmax gate ~ U(-b, b), b = sqrt(6 / (in + out))
+    (Glorot), their biases 0: wider than nn.Linear's sqrt(1 / in) where out < 5 in, and the biases differ. Biases of a
+    tree's splits ~ U(-gamma / 100, gamma / 100), as their weights. The rest starts as its module says: embeddings, the
+    leaves and splits of a tree, the code of DSelect-k.
+    """
+    own = {each.code for each in model.modules() if isinstance(each, DSelectKGate)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module not in own:
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, ExpertLayer):  # weight (E, in, out)
+            bound = math.sqrt(6 / sum(module.weight.shape[1:]))
+            module.weight.uniform_(-bound, bound)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, TreeGate) and module.split_bias is not None:
+            module.split_bias.uniform_(-module.gamma / 100, module.gamma / 100)

@@ -61,11 +61,14 @@ class Evaluation(NamedTuple):
     """The evaluation of a batch, from one forward pass. routing: one for each routed layer.
 
     ranked: name -> (scores (B,), bool (B,): True for positives), for the area under the ROC curve over all batches.
+    calibrated: name -> (confidence (B,), bool (B,): whether the prediction is right), for the expected calibration
+        error over all batches.
     """
 
     measures: Measures
     routing: Sequence[Routing] = ()
     ranked: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
+    calibrated: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
 @dataclass
@@ -82,6 +85,9 @@ class Task:
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called before every training step, with its number, counted from 0.
     clip: largest norm of the gradient; None: no limit.
+    last: batch -> further measures, of the test set in the evaluation after the last step alone. Called as `evaluate`.
+    dropped: images (B, N) -> for each title, the share of choices (B, rows, columns) that a low capacity drops at each
+        patch of `grid`, for a picture. Called as `evaluate`.
     grid: rows and columns of an image's patches, for heat maps of the experts. The routed tokens of an image must be a
         class token, then its patches. None: no heat maps.
     """
@@ -97,6 +103,8 @@ class Task:
     grid: tuple[int, int] | None = None
     predict_known: Callable[[Batch], Any] | None = None
     total: Callable[[dict[str, float]], dict[str, float]] | None = None
+    last: Callable[[Batch], Measures] | None = None
+    dropped: Callable[[Tensor], dict[str, Tensor]] | None = None
 
     def routing(self, batch: Batch) -> Sequence[Routing]:
         """The routing of a batch. The model must be in eval mode."""
@@ -129,6 +137,7 @@ class Recipe:
     ACCEPTS: ClassVar[type] = Images  # the kind of data set
     METRIC: ClassVar[str] = "accuracy"  # the measure that the table and the plot show and that tuning compares
     HIGHER_IS_BETTER: ClassVar[bool] = True
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})  # side -> swept options without effect on it
 
     data: str = option("digits", "data set: digits, or the path of a data set's files")
     sides: tuple[str, ...] = option(("",), "sides to compare; all get the same seeds, batches and number of steps")
@@ -155,6 +164,12 @@ class Recipe:
     patience: int = option(
         0, "stop a run after so many evaluations without a better one on the validation part; 0: never", low=0
     )
+    amp: str = option(
+        "none",
+        "mixed precision: torch.autocast in training and evaluation; float16 scales the loss",
+        choices=("none", "bfloat16", "float16"),
+        sweep=True,
+    )
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     @property
@@ -170,14 +185,22 @@ class Recipe:
         for values in itertools.product(*swept.values()):
             chosen: dict[str, Any] = dict(zip(swept, values, strict=True))
             for side, each in replace(self, **chosen).of_sides().items():
-                found[" ".join([side, *(f"{name}={value:g}" for name, value in chosen.items())])] = each
+                found[" ".join([side, *(f"{name}={text_of(value)}" for name, value in chosen.items())])] = each
         return found
 
     def of_sides(self) -> dict[str, Recipe]:
         """Name in the table -> a recipe of one side."""
         return {side: replace(self, sides=(side,)) for side in self.sides}
 
-    def swept(self) -> dict[str, tuple[float, ...]]:
+    def curves(self) -> dict[str, dict[float, str]]:
+        """Curves over values of an option that evaluations alone use: title -> value -> column of the log."""
+        return {}
+
+    def columns(self) -> tuple[str, ...]:
+        """Further columns of the log that the table shows, where they exist."""
+        return ()
+
+    def swept(self) -> dict[str, tuple[Any, ...]]:
         """The options with sweep=True that have several values. A run compares all their combinations."""
         named = [each.name for each in fields(self) if each.metadata["sweep"]]
         return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
@@ -197,6 +220,11 @@ class Recipe:
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         """The task of `side` on the device of `data`, for `steps` training steps. Callers seed torch's generators."""
         raise NotImplementedError
+
+
+def text_of(value: float | str) -> str:
+    """A value of an option in the name of a side."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def accuracy(scores: Tensor, y: Tensor) -> Measures:

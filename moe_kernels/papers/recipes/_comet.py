@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,10 +21,13 @@ class CometLayers(Recipe):
     """Sides: standard (dense) and comet."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"standard": ("keep",)}
 
     sides: tuple[str, ...] = option(SIDES, "models to compare")
     keep: float = option(0.5, "keep fraction p", low=0, high=1, sweep=True)
-    activation: str = option("tanh", "activation of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
+    activation: str = option(
+        "tanh", "activation of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)), sweep=True
+    )
     dropout: float = option(0.0, "dropout rate", low=0, high=1)
 
     def layer_options(self) -> dict[str, Any]:

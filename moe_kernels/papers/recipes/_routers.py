@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.gates import Gate, GateOutput
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE, MoEOutput
+from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.papers.recipes import Routing
+from moe_kernels.plan import RoutingPlan
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -42,6 +45,33 @@ def experts_off(model: nn.Module) -> Iterator[None]:
             hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
             stack.callback(hook.remove)
         yield
+
+
+@dataclass(frozen=True)
+class RandomOrder:
+    """The policy `of`, but an expert with too many requests keeps a random choice: the control of batch priority."""
+
+    of: TokenChoice
+
+    def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
+        plan, _ = replace(self.of, priority="max")(replace(gate, weights=torch.rand_like(gate.weights)), training)
+        return plan, gate.weights
+
+
+@contextmanager
+def policies(model: nn.Module, *, factor_eval: float, priority: str | None) -> Iterator[None]:
+    """Inside the `with` block the TokenChoice of every MoE layer has these values; priority "random": RandomOrder."""
+    before = [(layer, layer.policy) for layer in modules_of(model, MoE)]
+    try:
+        for layer, policy in before:
+            assert isinstance(policy, TokenChoice)
+            known = None if priority == "random" else priority
+            changed = replace(policy, factor_eval=factor_eval, priority=known)
+            layer.policy = RandomOrder(changed) if priority == "random" else changed
+        yield
+    finally:
+        for layer, policy in before:
+            layer.policy = policy
 
 
 def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:

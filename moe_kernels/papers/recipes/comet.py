@@ -9,7 +9,7 @@ one bit a neuron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,6 +54,7 @@ class Comet(Recipe):
     """Sides: models.comparison.MODELS."""
 
     SIDES: ClassVar[tuple[str, ...]] = MODELS
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"standard": ("keep",), "l1": ("keep",)}
 
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)
@@ -65,6 +66,7 @@ class Comet(Recipe):
         "tanh",
         "activation; the paper: tanh in its larger networks, softplus in its public code",
         choices=tuple(sorted(ACTIVATIONS)),
+        sweep=True,
     )
     ties: str = option("index", "tie rule of kwta", choices=TIES)
     keep_masks: bool = option(True, "side comet: compute the masks of training and test samples once and store them")

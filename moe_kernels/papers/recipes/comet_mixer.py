@@ -22,7 +22,7 @@ class CometMixer(CometImages):
     """Sides: standard (dense) and comet, from the same initial weights."""
 
     epochs: int = option(500, "passes over the training set", low=0)
-    dim: int = option(512, "width of a token; the paper: 512, 3072", low=1)
+    dim: int = option(512, "width of a token; the paper: 512, 3072", low=1, sweep=True)
     expansion: tuple[float, ...] = option(
         (4.0, 0.5), "hidden neurons for each patch in token mixing, and for each channel in channel mixing", low=0
     )

@@ -26,7 +26,7 @@ class CometViT(CometImages):
     epochs: int = option(200, "passes over the training set", low=0)
     lr: float = option(1e-4, "learning rate of Adam, falling along a cosine", low=0)
     heads: int = option(8, "heads of attention", low=1)
-    hidden: int = option(3072, "neurons of a feed-forward layer; the paper: 512, 3072, 6144", low=1)
+    hidden: int = option(3072, "neurons of a feed-forward layer; the paper: 512, 3072, 6144", low=1, sweep=True)
     dropout: float = option(0.1, "dropout rate, also of the embedding", low=0, high=1)
     router_input: str = option(
         "layer",

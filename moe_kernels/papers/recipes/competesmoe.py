@@ -4,11 +4,14 @@ The paper trains 6 layers of width 264 and 8 of 352 on enwik8 and text8, with 16
 the paper, the learning rate falls as 1 / sqrt(t) after a warm-up, there is no balance loss by default, and the test
 result is that of the evaluation with the lowest validation loss. The model is a small GPT with experts in every block,
 or in every second one as in GLaM. Differences from the paper: pre-norm blocks with one residual around each layer,
-shorter windows, fewer steps. The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
+shorter windows, fewer steps. The entropies in the table are those of the routers' softmax, also by layer (appendix
+C.5, Table 10), "competitions" the share of steps and layers in which experts compete, "competition time" the share of
+the time that this adds (the paper: 10 %).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +45,10 @@ class CompeteSMoE(TextRecipe):
     """Sides: see SIDES. "fixed" is SMoE-Fixed, "dropout" SMoE-Dropout, "compete" CompeteSMoE."""
 
     SIDES: ClassVar[tuple[str, ...]] = SIDES
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        side: (*(() if side == "compete" else ("rate", "alpha")), *(() if side in ("smoe", "switch") else ("balance",)))
+        for side in SIDES
+    }
 
     sides: tuple[str, ...] = option(("smoe", "fixed", "compete"), "gates to compare")
     steps: int = option(800, "steps instead of epochs; 0: epochs", low=0)
@@ -94,6 +101,9 @@ class CompeteSMoE(TextRecipe):
         "the evaluation to report, and its model to keep: the last, or the best on the validation text",
         choices=("last", "best"),
     )
+
+    def columns(self) -> tuple[str, ...]:
+        return "valid bits", "competitions", "competition time"
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         windows, side = data.train[0], self.side

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from moe_kernels.papers import data, recipes
+from moe_kernels.papers import data, recipes, sources
 from moe_kernels.papers.recipes import option
 from moe_kernels.papers.train import add_field, checkpoint, given, settings
 
@@ -45,6 +45,15 @@ class Study:
     @property
     def name(self) -> str:
         return type(self).__module__.rpartition(".")[2]
+
+    def write_rows(self, out: Path, rows: Rows) -> None:
+        """Writes rows, which have the same columns, to NAME.csv in `out`, with the hash of the study's code."""
+        made = {"sources": sources.digest("studies", self.name)}
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, [*rows[0], *made], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **made} for row in rows)
+        checkpoint.write(out / f"{self.name}.csv", buffer.getvalue())
 
     def print_title(self) -> None:
         print(f"{self.name}: {settings(dataclasses.asdict(self))}\n")
@@ -100,13 +109,4 @@ def line_of(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v == v)
 
 
-def write_rows(path: Path, rows: Rows) -> None:
-    """Writes rows, which have the same columns, as CSV."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    checkpoint.write(path, buffer.getvalue())
-
-
-__all__ = ["Rows", "Study", "add_arguments", "find", "line_of", "names", "option", "run", "write_rows"]
+__all__ = ["Rows", "Study", "add_arguments", "find", "line_of", "names", "option", "run"]

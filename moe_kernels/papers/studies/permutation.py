@@ -34,7 +34,7 @@ from moe_kernels.nn.gates import HashGate
 from moe_kernels.ops.harden import harden
 from moe_kernels.papers.data import Ratings
 from moe_kernels.papers.recipes.movielens import MovieLens
-from moe_kernels.papers.studies import Study, line_of, option, write_rows
+from moe_kernels.papers.studies import Study, line_of, option
 from moe_kernels.papers.train.loop import Run
 from moe_kernels.papers.train.plotting import write_picture
 from moe_kernels.papers.train.report import mean_and_spread, with_spread
@@ -64,7 +64,7 @@ class Permutation(Study):
         print(f"\n{_table(rows)}")
         print("Training losses: of all training rows, at the permutation. Mean ± standard deviation over seeds.")
         if out is not None:
-            write_rows(out / "permutation.csv", rows)
+            self.write_rows(out, rows)
             _draw(out / "permutation.png", rows)
 
     def _arm(self, data: Ratings, arm: str, epoch: int, seed: int) -> dict[str, Any]:
@@ -77,6 +77,7 @@ class Permutation(Study):
             schedule="wide" if arm in ("wide", "untrained") else "paper",
             lr=self.lr,
             experts=self.experts,
+            init="torch",  # as in the committed result
             seed=seed,
         )
         splits = recipe.splits(data)

@@ -22,7 +22,7 @@ import torch
 from moe_kernels import info
 from moe_kernels.papers.data import Ratings
 from moe_kernels.papers.recipes.movielens import MovieLens
-from moe_kernels.papers.studies import Study, line_of, option, write_rows
+from moe_kernels.papers.studies import Study, line_of, option
 from moe_kernels.papers.train import checkpoint
 from moe_kernels.papers.train.comparison import parts
 from moe_kernels.papers.train.loop import Run
@@ -54,7 +54,7 @@ class Search(Study):
                 rows.append(self._trial(data, side, trial))
                 print(line_of(rows[-1]), flush=True)
                 if out is not None:
-                    write_rows(out / "search.csv", rows)
+                    self.write_rows(out, rows)
         curves = {side: bootstrap([row for row in rows if row["side"] == side], self.draws) for side in self.sides}
         print(f"\n{_table(rows, curves)}")
         print("Test loss: mean ± standard error over the best 5 % of the trials by validation loss, at least one.")

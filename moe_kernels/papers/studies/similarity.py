@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_kernels import info
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
 from moe_kernels.ops.kwta import k_from_fraction, kwta_mask
-from moe_kernels.papers.studies import Study, option, write_rows
+from moe_kernels.papers.studies import Study, option
 from moe_kernels.papers.train.plotting import write_picture
 
 
@@ -84,7 +84,7 @@ class Similarity(Study):
             columns = {"inputs": inputs, "masks": masks[p], "activations": activations[p]}
             for i in range(self.pairs):
                 rows.append({"keep": p, "pair": i} | {name: each[i].item() for name, each in columns.items()})
-        write_rows(out / "similarity.csv", rows)
+        self.write_rows(out, rows)
 
         def draw(axes: Any) -> None:
             for axis, found, name in zip(axes[0], (masks, activations), ("masks", "masked activations"), strict=True):

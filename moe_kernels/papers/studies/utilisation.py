@@ -20,7 +20,7 @@ from moe_kernels import info
 from moe_kernels.nn.comet import FixedRouting
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.papers.data import Images
-from moe_kernels.papers.studies import Study, option, write_rows
+from moe_kernels.papers.studies import Study, option
 from moe_kernels.papers.train.plotting import write_picture
 
 BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # lower ends of the table's ranges of the keep fraction
@@ -67,7 +67,7 @@ class UtilisationStudy(Study):
                     extremes[name] = p, share
         self._print(rows)
         if out is not None:
-            write_rows(out / "utilisation.csv", rows)
+            self.write_rows(out, rows)
             _draw_picture(out / "utilisation.png", rows, extremes)
 
     def _images(self, name: str) -> Tensor:

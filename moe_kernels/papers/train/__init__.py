@@ -31,9 +31,10 @@ from moe_kernels.papers.recipes import Recipe
 from moe_kernels.papers.train import checkpoint
 from moe_kernels.papers.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.papers.train.comparison import Comparison, call
+from moe_kernels.papers.train.grids import grid_picture
 from moe_kernels.papers.train.lock import hold
 from moe_kernels.papers.train.loop import Run
-from moe_kernels.papers.train.report import legend, picture, summarise, tables, write_json
+from moe_kernels.papers.train.report import differences, legend, picture, summarise, tables, write_json
 from moe_kernels.papers.train.sweeps import pivot, sweep_picture
 from moe_kernels.papers.train.trained import Trained, load_model
 
@@ -231,16 +232,17 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
             print("interrupted; nothing was saved yet" if args.out else "interrupted")
         return 130
     histories = comparison.histories()
-    summaries = summarise(histories, recipe.METRIC)
+    summaries = summarise(histories, recipe.METRIC, recipe.columns())
     print(f"\n{tables(summaries, recipe.METRIC, recipe.batch_size)}")
     print(_peak_memory(comparison.data.train[0].device))
     print(legend(summaries))
-    swept = pivot(recipe, summaries)
-    if swept:
-        print(f"\n{swept}")
+    for further in (differences(histories, recipe.METRIC), pivot(recipe, summaries)):
+        if further:
+            print(f"\n{further}")
     status = 0 if all(each.passed for each in agreements.values()) else 1
     result = {
         "recipe": args.recipe,
+        "sources": comparison.sources,
         "settings": dataclasses.asdict(recipe),
         "data": str(data.source),
         "machine": info.machine(),
@@ -261,6 +263,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
             write_json(args.out / "result.json", result)
             drawn = picture(args.out / "plot.png", histories, recipe.METRIC, title)
             sweep_picture(args.out / "sweep.png", recipe, summaries, title)
+            grid_picture(args.out / "grid.png", histories, recipe.METRIC, title)
             missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
             print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
         if args.json:  # last, so that the folder is complete even if this cannot be written
@@ -282,7 +285,7 @@ def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[st
     if ranks is None and backend == "reference":
         print("agreement: nothing to compare, since the backend is the reference itself\n")
         return {}
-    for name, variant in recipe.variants().items() if recipe.check_steps else ():
+    for name, variant in comparison.variants.items() if recipe.check_steps else ():
         if ranks is not None:
             found[name] = ranks.check(variant, comparison.data)
         else:

@@ -4,7 +4,8 @@ Two backends round differently. Rounding alone can decide on which side of 0 the
 which of two experts with nearly equal scores is chosen (a tie). At a kink or tie the gradient jumps, and both results
 are right. The check finds these jumps: the reference repeats the step with weights that differ by some 4e-6 of their
 values. Each number, the loss or an element of a gradient, may then differ by TOLERANCE plus twice its own largest
-change in these repetitions.
+change in these repetitions. In mixed precision both backends round to 16 bits, at other places: the tolerance is then
+the dtype's eps, and the weights differ by an eighth of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_kernels import backends
-from moe_kernels.papers.train.loop import Run
+from moe_kernels.nn.gates import CompetitionGate
+from moe_kernels.papers.train.loop import AMP, Run
 
 # Allowed difference of a loss, relative to max(1, |loss|), and of a gradient, relative to the model's largest gradient.
 # Weights are not compared: where the exact gradient is 0, as for an attention's key bias, the sign of a rounding error
@@ -31,6 +33,16 @@ TOLERANCE = 1e-5
 PERTURBATION = 4e-6
 PAIRS = 4
 SLACK = 2.0  # allowed multiple of the largest jump: backends can differ at two kinks; a repetition may cross only one
+
+
+def tolerance_of(amp: str) -> float:
+    """TOLERANCE, or for a recipe's `amp` other than "none" the eps of that dtype: 7.8e-3 (bfloat16), 9.8e-4."""
+    dtype = AMP[amp]
+    return TOLERANCE if dtype is None else torch.finfo(dtype).eps
+
+
+def perturbation_of(amp: str) -> float:
+    return PERTURBATION if AMP[amp] is None else tolerance_of(amp) / 8
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,13 @@ class Step:
     reference_loss: float
     loss_error: float
     gradient_error: float  # largest error in any gradient, over the largest absolute value in the reference's gradients
+    tolerance: float = TOLERANCE
     repeated: int = 0  # repetitions of the reference with perturbed weights; 0: the backends agreed without any
 
     @property
     def passed(self) -> bool:
         # Comparisons with NaN are False, so NaN fails.
-        return self.wrong_masks == 0 and self.loss_error <= TOLERANCE and self.gradient_error <= TOLERANCE
+        return self.wrong_masks == 0 and self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
         got = _take_step(fast)
         with backends.use_backend("reference"):
             expected = _take_step(reference)
-            allowed = Jumps(expected)
+            allowed = Jumps(expected, tolerance_of(reference.recipe.amp))
             step = allowed.compare(number, got)
             if not step.passed:
                 for other in _perturbed(reference, before, number):
@@ -102,6 +115,16 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
     return Agreement(found)
 
 
+def compete_in_turn(model: nn.Module) -> None:
+    """Replaces the chance of a competition: all layers compete in the first step, in the third and so on.
+
+    At the chances of a training the few steps of a check might hold no competition.
+    """
+    for module in model.modules():
+        if isinstance(module, CompetitionGate):
+            module.rate = lambda step: float(step % 2 == 0)
+
+
 def follow_agreement(fast: Run, steps: int) -> None:
     """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
@@ -112,8 +135,8 @@ def follow_agreement(fast: Run, steps: int) -> None:
 class Jumps:
     """For every number of a step on the reference: its largest change in the repetitions with perturbed weights."""
 
-    def __init__(self, expected: StepRecord) -> None:
-        self.expected, self.repeated = expected, 0
+    def __init__(self, expected: StepRecord, tolerance: float = TOLERANCE) -> None:
+        self.expected, self.tolerance, self.repeated = expected, tolerance, 0
         self.routing = [torch.zeros_like(each) for each in expected.routing]
         self.loss = torch.zeros_like(expected.loss)
         self.gradients = [None if each is None else torch.zeros_like(each) for each in expected.gradients]
@@ -138,7 +161,7 @@ class Jumps:
         error = _excess(loss, reference, self.loss) / reference.abs().clamp(min=1)
         error = torch.where(same, torch.zeros_like(error), error)
         values = loss.item(), reference.item(), error.item()
-        return Step(number, wrong, *values, self._gradient_error(got), self.repeated)
+        return Step(number, wrong, *values, self._gradient_error(got), self.tolerance, self.repeated)
 
     def _gradient_error(self, got: StepRecord) -> float:
         """Largest difference of two gradients beyond SLACK times the jumps, over the reference's largest gradient.
@@ -179,7 +202,7 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
 def _take_step(run: Run) -> StepRecord:
     """Takes a training step and records the routing of its batch before it."""
     run.task.model.eval()
-    with run.random.use(), torch.no_grad():
+    with run.random.use(), torch.no_grad(), run.autocast():
         routing = [layer.active for layer in run.task.routing(run.batch(run.step))]
     run.task.model.train()
     with run.random.use():
@@ -197,10 +220,10 @@ def _restore(run: Run, state: dict[str, Any]) -> None:
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepRecord]:
     """Repeats the step from state `before` with perturbed weights: PAIRS times with noise and with its negative."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, size = torch.Generator().manual_seed(seed), perturbation_of(run.recipe.amp)
     for _ in range(PAIRS):
         noise = [torch.randn(each.shape, generator=generator).to(each) for each in run.task.model.parameters()]
-        for sign in (PERTURBATION, -PERTURBATION):
+        for sign in (size, -size):
             _restore(run, before)
             with torch.no_grad():
                 for parameter, each in zip(run.task.model.parameters(), noise, strict=True):

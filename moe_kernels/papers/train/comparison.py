@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_kernels.papers import sources
 from moe_kernels.papers.recipes import Recipe, Splits
 from moe_kernels.papers.train import checkpoint
+from moe_kernels.papers.train.agreement import compete_in_turn
 from moe_kernels.papers.train.contents import check_like, check_rows
-from moe_kernels.papers.train.heatmaps import draw, token_maps
-from moe_kernels.papers.train.loop import LOSSES, Row, Run
+from moe_kernels.papers.train.heatmaps import draw, draw_dropped, token_maps
+from moe_kernels.papers.train.loop import LOSSES, Run
 from moe_kernels.papers.train.report import History, log
+from moe_kernels.papers.train.statistics import Row
 from moe_kernels.papers.train.trained import chosen_state, save_model
 
 # For each field of a finished run in a checkpoint, except its rows, a value of the same type.
@@ -54,6 +57,9 @@ class Comparison:
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
         self.variants = recipe.variants()
+        self.twins = twins(self.variants)
+        self.variants = {name: each for name, each in self.variants.items() if name not in self.twins}
+        self.sources = sources.digest("recipes", type(recipe).__module__.rpartition(".")[2])
         self.done: dict[str, History] = {}
         self.live: dict[str, Run] = {}
         self.restored: dict[str, dict[str, Any]] = {}
@@ -102,11 +108,26 @@ class Comparison:
             self._train_in_turns(chosen, tick, say)
 
     def histories(self) -> list[History]:
-        return list(self.done.values())
+        """The finished runs, in the order of `Recipe.variants`; variants that do not differ share their runs."""
+        found = list(self.done.values())
+        copies = [
+            dataclasses.replace(each, side=name)
+            for name, same in self.twins.items()
+            for each in found
+            if each.side == same
+        ]
+        order = list(self.recipe.variants())
+        return sorted([*found, *copies], key=lambda each: (each.seed, each.stage == "final", order.index(each.side)))
 
     def pair(self, variant: Recipe) -> tuple[Run, Callable[[], Run]]:
         """A run for the agreement check, and a function that makes a run with the same weights and batches."""
-        return Run(variant, variant.seed, self.data), lambda: Run(variant, variant.seed, self.data)
+
+        def make() -> Run:
+            run = Run(variant, variant.seed, self.data)
+            compete_in_turn(run.task.model)
+            return run
+
+        return make(), make
 
     def resume(self) -> None:
         """Continues from the checkpoint in `out`.
@@ -191,6 +212,9 @@ class Comparison:
         if run.task.grid is not None:
             maps, path = token_maps(run), out / f"tokens-{name}.png"
             self.on_first(lambda: draw(path, maps, run.data.source.classes, f"tokens of {key}"))
+        if run.task.dropped is not None:
+            at = out / f"dropped-{name}.png"
+            self.on_first(lambda: draw_dropped(at, run, f"patches that a low capacity drops, {key}"))
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
         """Steps after which to evaluate: every `every` steps (0: every epoch), and the last step of each run."""
@@ -217,6 +241,7 @@ class Comparison:
             "training samples": len(self.data.train[0]),
             "test samples": len(self.data.test[0]),
             "dataset": self.data.source.name,
+            "sources": self.sources,
         }
 
     def _save(self) -> None:
@@ -234,7 +259,19 @@ class Comparison:
             History(key, run.seed, run.recipe.lr, "running", run.rows, terms=run.terms)
             for key, run in self.live.items()
         ]
-        self.on_first(lambda: checkpoint.write(out / "log.csv", log([*self.done.values(), *open_runs])))
+        self.on_first(lambda: checkpoint.write(out / "log.csv", log([*self.histories(), *open_runs], self.sources)))
+
+
+def twins(variants: Mapping[str, Recipe]) -> dict[str, str]:
+    """Variant -> an earlier one that trains the same: they differ only in options that their side does not use."""
+    found: dict[str, str] = {}
+    first: dict[Recipe, str] = {}
+    for name, variant in variants.items():
+        unused: dict[str, Any] = dict.fromkeys(variant.UNUSED.get(variant.side, ()), 0)
+        same = first.setdefault(dataclasses.replace(variant, **unused), name)
+        if same != name:
+            found[name] = same
+    return found
 
 
 def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:

@@ -88,3 +88,35 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
     widths = [1] * experts + [class_width]
     size = {"figsize": (1.3 * sum(widths), 1.6 * len(maps) + 1), "width_ratios": widths}
     return write_picture(path, draw_maps, len(maps), experts + 1, **size)
+
+
+@torch.no_grad()
+def draw_dropped(path: Path, run: Run, title: str, images: int = 8) -> bool:
+    """Draws the first test images, a row each, and beside them what `Task.dropped` leaves: a patch whose choices are
+    all dropped is black, one that keeps half of them half as bright. False without matplotlib."""
+    task, shape = run.task, run.data.source.image_shape
+    assert task.dropped is not None
+    x = run.data.test[0][:images]
+    task.model.eval()
+    with run.random.use(), run.autocast():
+        found = task.dropped(x)
+    task.model.train()
+    pictures = ((x.float().unflatten(1, shape) + 1) / 2).cpu()
+    shown = [("image", pictures), *((name, _darkened(pictures, share.float().cpu())) for name, share in found.items())]
+
+    def draw_images(grid: Any) -> None:
+        for row, axes in enumerate(grid):
+            for axis, (name, panel) in zip(axes, shown, strict=True):
+                axis.imshow(panel[row].expand(3, -1, -1).permute(1, 2, 0).clamp(0, 1).numpy())
+                axis.set(xticks=[], yticks=[])
+                if row == 0:
+                    axis.set_title(name, fontsize="small")
+        grid[0, 0].figure.suptitle(title)
+
+    return write_picture(path, draw_images, len(x), len(shown), figsize=(1.4 * len(shown), 1.4 * len(x) + 0.6))
+
+
+def _darkened(pictures: Tensor, share: Tensor) -> Tensor:
+    """pictures (B, C, H, W) times 1 - share (B, rows, columns) of the patch that a pixel is in."""
+    rows, columns = (side // patches for side, patches in zip(pictures.shape[2:], share.shape[1:], strict=True))
+    return pictures * (1 - share).repeat_interleave(rows, 1).repeat_interleave(columns, 2)[:, None]

@@ -10,26 +10,21 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from moe_kernels.nn.gates import CompetitionGate
-from moe_kernels.nn.utilisation import Utilisation
-from moe_kernels.papers.recipes import Batch, Recipe, Routing, Splits, Task
+from moe_kernels.papers.recipes import Batch, Measures, Recipe, Splits, Task
+from moe_kernels.papers.train import flops
 from moe_kernels.papers.train.contents import check_like, check_optimiser, check_options, check_rows
+from moe_kernels.papers.train.statistics import RoutingStatistics, Row, area_under_roc, calibration_error
 
-Row = dict[str, float]  # one evaluation: step, epoch, losses, measures, routing, seconds of a step
+AMP = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part without regularisers
-
-
-def routing_columns(unit: str) -> tuple[str, ...]:
-    """Names of the routing columns of a row. unit: "experts" or "neurons"."""
-    return unit, "least load", "most load", f"dead {unit}", "entropy"
 
 
 class Random:
@@ -80,10 +75,14 @@ class SeededDraw:
         return float(torch.rand((), generator=generator).item() < rate)
 
 
-def seed_competitions(model: nn.Module, seed: int) -> None:
+def seed_competitions(model: nn.Module, seed: int) -> list[tuple[CompetitionGate, SeededDraw]]:
+    """Makes the draws of all competition gates functions of seed, layer and step; returns these gates and functions."""
+    found = []
     for layer, module in enumerate(model.modules()):
         if isinstance(module, CompetitionGate):
-            module.rate = SeededDraw(module.rate, seed, layer)
+            module.rate = draw = SeededDraw(module.rate, seed, layer)
+            found.append((module, draw))
+    return found
 
 
 @dataclass
@@ -108,7 +107,10 @@ class Run:
         started = time.perf_counter()
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
-        seed_competitions(self.task.model, self.seed)
+        self._competing = seed_competitions(self.task.model, self.seed)
+        # Without float16 it does nothing; bfloat16 has float32's exponents. torch's first scale, 2^16, overflows in the
+        # first step of some recipes, which the scaler skips.
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**10, enabled=self.recipe.amp == "float16")
         self.setup_seconds = time.perf_counter() - started
         # Counted before the first step, since before_step may freeze parameters.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
@@ -144,17 +146,28 @@ class Run:
             group["lr"] = group["initial_lr"] * factor
         task.optimiser.zero_grad()
         losses = self.differentiate(batch)
+        self.scaler.unscale_(task.optimiser)
         if task.clip is not None:
             self.clip(task.clip)
-        task.optimiser.step()
+        self.scaler.step(task.optimiser)
+        self.scaler.update()
         self.step += 1
         return {name: value.detach() for name, value in losses.items()}
 
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
         """The losses of a batch; adds the gradients to the parameters' `grad`."""
-        losses = self.task.loss(batch)
-        losses["loss"].backward()
+        losses = self.losses(batch)
+        self.scaler.scale(losses["loss"]).backward()
         return losses
+
+    def losses(self, batch: Batch) -> Mapping[str, Tensor]:
+        with self.autocast():
+            return self.task.loss(batch)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Mixed precision, if the recipe's `amp` says so."""
+        dtype = AMP[self.recipe.amp]
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def clip(self, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), max_norm)
@@ -173,9 +186,15 @@ class Run:
             self.task.model.train()
             self._synchronize()
             started = time.perf_counter()
+            spans: list[tuple[float, float]] = []  # of a step: layers that compete, seconds
             while self.step < to:
+                competing = sum(draw(gate.steps) for gate, draw in self._competing)
+                began = time.perf_counter()
                 for name, value in self.take_step().items():
                     sums[name] = value.clone() if name not in sums else sums[name].add_(value)
+                if self._competing:
+                    self._synchronize()
+                    spans.append((competing, time.perf_counter() - began))
                 tick()
             self._synchronize()
             seconds = time.perf_counter() - started
@@ -185,6 +204,8 @@ class Run:
             row |= {name: value for name, value in means.items() if name in LOSSES}
         with Random(self.seed + (self.step + 1 << 32), self.device).use():  # not self.random, which is for training
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
+        if self._competing:
+            row |= _of_competitions(spans, len(self._competing))
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
         if self.validates and self.chosen == len(self.rows) - 1:
@@ -236,12 +257,16 @@ class Run:
 
     def _measures(self, batches: Iterator[Batch], part: str, statistics: RoutingStatistics | None) -> Row:
         task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
-        ranked: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        joined: tuple[dict[str, list[tuple[Tensor, Tensor]]], ...] = ({}, {})  # of area_under_roc, calibration_error
+        last = task.last if part == "test" and self.step >= self.steps else None
         for batch in batches:
-            found = task.evaluate(batch)
-            for name, pair in found.ranked.items():
-                ranked.setdefault(name, []).append(pair)
-            for name, (value, weight) in found.measures.items():
+            with self.autocast():
+                found = task.evaluate(batch)
+                further: Measures = {} if last is None else last(batch)
+            for parts, pairs in zip(joined, (found.ranked, found.calibrated), strict=True):
+                for name, pair in pairs.items():
+                    parts.setdefault(name, []).append(pair)
+            for name, (value, weight) in {**found.measures, **further}.items():
                 sums[name] = sums.get(name, 0) + value
                 weights[name] = weights.get(name, 0) + weight
             if statistics is not None:
@@ -249,9 +274,11 @@ class Run:
         measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
         if task.total is not None:
             measures = task.total(measures) | measures
-        for name, pairs in ranked.items():
-            scores, positive = (torch.cat(each) for each in zip(*pairs, strict=True))
-            measures[name] = area_under_roc(scores, positive)
+        figures: tuple[Callable[[Tensor, Tensor], float], ...] = (area_under_roc, calibration_error)
+        for parts, figure in zip(joined, figures, strict=True):
+            for name, each in parts.items():
+                first, second = zip(*each, strict=True)
+                measures[name] = figure(torch.cat(first), torch.cat(second))
         return {f"{part} {name}": value for name, value in measures.items()}
 
     def flops(self, known: bool = False) -> float:
@@ -263,11 +290,7 @@ class Run:
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
-        experts = torch.ops.moe_kernels
-        formulas = {experts.grouped_gemm_fwd: _grouped_gemm_flops, experts.expert_mlp_fwd: _expert_mlp_flops}
-        formulas[attention] = _attention_flops
-        counter = FlopCounterMode(display=False, custom_mapping=formulas)
+        counter = flops.counter()
         with self.random.use(), torch.no_grad(), counter:
             if known and self.task.predict_known is not None:
                 self.task.predict_known(batch)
@@ -286,6 +309,7 @@ class Run:
             "best": self.best,
             "unit": self.unit,
             "terms": self.terms,
+            "scaler": self.scaler.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -299,10 +323,12 @@ class Run:
         if state["unit"] not in ("experts", "neurons"):
             raise ValueError(f"unit must be experts or neurons, got {state['unit']}")
         check_optimiser(self.task.optimiser, state["optimiser"])
+        check_like("scaler", self.scaler.state_dict(), state["scaler"])
         options = [dict(group) for group in self.task.optimiser.param_groups]
         self.task.model.load_state_dict(state["model"])
         self.task.optimiser.load_state_dict(state["optimiser"])
         check_options(options, self.task.optimiser.param_groups)
+        self.scaler.load_state_dict(state["scaler"])
         self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
         self.best, self.unit = state["best"], state["unit"]
         self.terms = [dict(row) for row in state["terms"]]
@@ -325,98 +351,18 @@ class Run:
             torch.cuda.synchronize(self.device)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+def _of_competitions(spans: Sequence[tuple[float, float]], layers: int) -> Row:
+    """The columns of CompeteSMoE, of the steps since the last evaluation; NaN without steps, or if all compete.
 
-
-def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs for the rows in use. The operation's registered formula sees only shapes, so it counts all rows."""
-    return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
-
-
-def _expert_mlp_flops(
-    x: Tensor,
-    weights: Tensor | None,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    *rest: Any,
-    **kwargs: Any,
-) -> int:
-    """FLOPs of the two products, as in _grouped_gemm_flops, and of combine."""
-    products = sum(_grouped_gemm_flops(x, each, expert_offsets) for each in (w_in, w_out))
-    return products + (1 if weights is None else 2) * row_token.shape[0] * w_out.shape[2]
-
-
-# torch's counter then passes tensors, not shapes. mypy rejects an assignment.
-setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010
-setattr(_expert_mlp_flops, "_get_raw", True)  # noqa: B010
-
-
-def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Probability that a positive scores higher than a negative; equal scores count half.
-
-    NaN if there are no positives or no negatives.
-
-    For P positives and N negatives it is (sum of the positives' ranks - P (P + 1) / 2) / (P N); ranks count from 1, and
-    equal scores get their mean rank.
+    competitions      share of layers and steps in which the experts compete
+    competition time  share of the time that competitions add: 1 - steps * mean of those without / sum of all
     """
-    _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    ranks = (ends - (counts.double() - 1) / 2)[inverse]
-    total = int(positive.sum())
-    others = len(scores) - total
-    if not total or not others:
-        return math.nan
-    return ((ranks[positive].sum().item()) - total * (total + 1) / 2) / (total * others)
-
-
-class RoutingStatistics:
-    def __init__(self, device: torch.device) -> None:
-        self.used: list[Utilisation] = []  # one for each layer, since layers may differ in their number of samples
-        self.entropy: list[Tensor] = []  # by layer, summed over its samples
-        self.routed: list[int] = []  # by layer: number of samples for which the router has a distribution
-        self.device, self.unit = device, "experts"
-
-    def add(self, layers: Sequence[Routing]) -> None:
-        if not self.used:
-            self.used = [Utilisation() for _ in layers]
-            self.entropy, self.routed = [torch.zeros((), device=self.device) for _ in layers], [0] * len(layers)
-        for number, layer in enumerate(layers):
-            self.unit = layer.unit
-            self.used[number].update([layer.active])
-            if layer.probs is not None:
-                self.entropy[number] += torch.special.entr(layer.probs.float()).sum()
-                self.routed[number] += layer.probs.shape[:-1].numel()
-
-    def row(self) -> Row:
-        """The values of `routing_columns`, from all layers; {} if nothing was routed.
-
-        If tokens are routed, "sample" here means a token.
-
-            experts or neurons       number that a sample uses, mean over samples and layers
-            least load, most load    least and largest share of the samples that use an expert or neuron
-            dead experts or neurons  number that no sample uses, over all layers
-            entropy                  mean entropy of the routers' distributions in nats; NaN if there are none
-
-        If several layers have distributions, "entropy 1", "entropy 2", ... are their means.
-        """
-        if not self.used:
-            return {}
-        share = [layer for counted in self.used for layer in counted.share()]
-        pairs = [(each.item(), count) for each, count in zip(self.entropy, self.routed, strict=True) if count]
-        by_layer = {f"entropy {number}": total / count for number, (total, count) in enumerate(pairs, 1)}
-        numbers = (
-            sum(layer.sum().item() for layer in share) / len(share),
-            min(layer.min().item() for layer in share),
-            max(layer.max().item() for layer in share),
-            float(sum(int((layer == 0).sum()) for layer in share)),
-            sum(t for t, _ in pairs) / sum(c for _, c in pairs) if pairs else math.nan,
-        )
-        return dict(zip(routing_columns(self.unit), numbers, strict=True)) | (by_layer if len(by_layer) > 1 else {})
+    quiet = [seconds for competing, seconds in spans if not competing]
+    if not spans or not quiet:
+        return {"competitions": math.nan, "competition time": math.nan}
+    total = sum(seconds for _, seconds in spans)
+    added = 1 - len(spans) * sum(quiet) / len(quiet) / total
+    return {"competitions": sum(n for n, _ in spans) / (len(spans) * layers), "competition time": added}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_
 from moe_kernels.papers.recipes import Batch, Recipe, Routing, Splits, Task
-from moe_kernels.papers.train.agreement import Agreement, check_agreement, follow_agreement
-from moe_kernels.papers.train.loop import Random, Row, Run
+from moe_kernels.papers.train.agreement import Agreement, check_agreement, compete_in_turn, follow_agreement
+from moe_kernels.papers.train.loop import Random, Run
+from moe_kernels.papers.train.statistics import Row
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -73,10 +74,15 @@ class Ranks:
     def check(self, recipe: Recipe, data: Splits) -> Agreement:
         """The agreement of these ranks with a SerialRun on backend "reference", for `check_steps` steps."""
         run, found = self.run(recipe, recipe.seed, data), [Agreement([])]
+        compete_in_turn(run.task.model)
+
+        def make() -> Run:
+            serial = SerialRun(recipe, recipe.seed, data, parts=self.size)
+            compete_in_turn(serial.task.model)
+            return serial
+
         if self.rank == 0:
-            found = [
-                check_agreement(run, lambda: SerialRun(recipe, recipe.seed, data, parts=self.size), recipe.check_steps)
-            ]
+            found = [check_agreement(run, make, recipe.check_steps)]
         else:
             follow_agreement(run, recipe.check_steps)
         dist.broadcast_object_list(found, 0)
@@ -125,6 +131,8 @@ class ParallelRun(Run):
     ranks: Ranks = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.recipe.amp == "float16":  # ranks would skip steps of which only some have an infinite gradient
+            raise ValueError("--amp float16 needs one process; with --expert-parallel take bfloat16")
         super().__post_init__()
         self._flags = [{name: group.get(name) for name in ("fused", "foreach")} for group in self._groups]
         _shard(self.task, self.ranks.mesh["ep"])
@@ -137,7 +145,7 @@ class ParallelRun(Run):
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
         own, weight = part(batch, self.ranks.rank, self.ranks.size)
         with rank_random(self, self.ranks.rank):
-            losses = self.task.loss(own)
+            losses = self.losses(own)
             (losses["loss"] * weight).backward()
         average_gradients(self.task.model, self.ranks.mesh)
         means = torch.stack([each.detach() * weight / self.ranks.size for each in losses.values()])
@@ -216,7 +224,7 @@ class SerialRun(Run):
                 model.load_state_dict(before, strict=False)
             own, weight = part(batch, rank, self.parts)
             with rank_random(self, rank):
-                losses = self.task.loss(own)
+                losses = self.losses(own)
                 (losses["loss"] * weight / self.parts).backward()
             for name, each in losses.items():
                 sums[name] = sums.get(name, 0) + each.detach() * weight / self.parts

@@ -17,8 +17,10 @@ from typing import Any
 
 from moe_kernels import info
 from moe_kernels.papers.train.checkpoint import write
-from moe_kernels.papers.train.loop import Row, routing_columns
 from moe_kernels.papers.train.plotting import write_picture
+from moe_kernels.papers.train.statistics import Row, routing_columns
+
+MOST_PAIRED = 8  # sides of which every two are compared
 
 
 @dataclass
@@ -59,9 +61,11 @@ class Summary:
     unit: str = "experts"
     regularisers: dict[str, float] = field(default_factory=dict)  # means over the seeds
     parameters: int = 0
+    further: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the columns asked for, where they exist
 
 
-def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
+def summarise(histories: Sequence[History], metric: str, columns: Sequence[str] = ()) -> list[Summary]:
+    """columns: further columns of the rows, for `Summary.further`."""
     found = []
     for side in dict.fromkeys(each.side for each in histories):
         runs = [each for each in histories if each.side == side and each.stage == "final"]
@@ -80,7 +84,7 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
                 runs[0].flops,
                 {
                     name: mean_and_spread([row.get(name, math.nan) for row in chosen])[0]
-                    for name in routing_columns(runs[0].unit)
+                    for name in (*routing_columns(runs[0].unit), *(each for each in chosen[0] if _of_a_layer(each)))
                     if name in chosen[0]
                 },
                 runs[0].flops_known,
@@ -90,9 +94,18 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
                     for name in dict.fromkeys(name for row in terms for name in row)
                 },
                 runs[0].parameters,
+                {
+                    name: mean_and_spread([row.get(name, math.nan) for row in chosen])
+                    for name in columns
+                    if any(name in row for row in chosen)
+                },
             )
         )
     return found
+
+
+def _of_a_layer(name: str) -> bool:
+    return name.startswith("entropy ")
 
 
 def task_loss(row: Row) -> float:
@@ -100,7 +113,7 @@ def task_loss(row: Row) -> float:
 
 
 def tables(summaries: Sequence[Summary], metric: str, batch_size: int) -> str:
-    """Two tables with a row for each side: metric, training loss and time; routing, parameters and FLOPs.
+    """Tables with a row for each side: metric, training loss and time; further columns, if any; routing and costs.
 
     batch_size: samples of a step. Training counts as three times the FLOPs of a prediction.
     """
@@ -108,6 +121,8 @@ def tables(summaries: Sequence[Summary], metric: str, batch_size: int) -> str:
     # Sides that count the same unit have it in the header. Otherwise ("") it stands after each number.
     unit = units.pop() if len(units) == 1 else ""
     stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
+    by_layer = list(dict.fromkeys(name for each in summaries for name in each.routing if _of_a_layer(name)))
+    further = list(dict.fromkeys(name for each in summaries for name in each.further))
     learned, costs = [], []
     for each in summaries:
         numbers = (with_spread(pair) for pair in (each.metric, each.curve, each.loss))
@@ -120,11 +135,17 @@ def tables(summaries: Sequence[Summary], metric: str, batch_size: int) -> str:
             for name in routing_columns(each.unit)
         )
         flops = (f"{count / 1e6:.3f}" for count in (each.flops, *[each.flops_known] * stored))
-        costs.append((each.side, *routing, each.parameters, *flops))
+        entropies = (_short(each.routing.get(name, math.nan)) for name in by_layer)
+        costs.append((each.side, *routing, *entropies, each.parameters, *flops))
     routed = routing_columns(unit) if unit else ("used", "least load", "most load", "dead", "entropy")
     header = ("side", "lr", metric, "its mean over the run", "task's training loss", "ms/step", "samples/s", "GFLOP/s")
-    below = ("side", *routed, "parameters", "MFLOPs/sample", *["with kept masks"] * stored)
-    return f"{info.table(header, learned)}\n\n{info.table(below, costs)}"
+    below = ("side", *routed, *by_layer, "parameters", "MFLOPs/sample", *["with kept masks"] * stored)
+    rows = [
+        (each.side, *(with_spread(each.further.get(name, (math.nan, math.nan))) for name in further))
+        for each in summaries
+    ]
+    between = info.table(("side", *(name.removeprefix("test ") for name in further)), rows)
+    return "\n\n".join([info.table(header, learned), *[between] * bool(further), info.table(below, costs)])
 
 
 def legend(summaries: Sequence[Summary]) -> str:
@@ -142,7 +163,8 @@ def legend(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def log(histories: Sequence[History]) -> str:
+def log(histories: Sequence[History], sources: str = "") -> str:
+    """CSV with a line for each evaluation. sources: the hash of the code (papers.sources), the last column."""
     lines = [
         (each, row | {f"loss: {name}": value for name, value in terms.items()})
         for each in histories
@@ -151,9 +173,10 @@ def log(histories: Sequence[History]) -> str:
     columns = list(dict.fromkeys(name for _, row in lines for name in row))
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["side", "seed", "stage", "lr", *columns])
+    writer.writerow(["side", "seed", "stage", "lr", *columns, "sources"])
     for each, row in lines:
-        writer.writerow([each.side, each.seed, each.stage, each.lr, *(row.get(column, "") for column in columns)])
+        values = (row.get(column, "") for column in columns)
+        writer.writerow([each.side, each.seed, each.stage, each.lr, *values, sources])
     return buffer.getvalue()
 
 
@@ -194,6 +217,47 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
         canvas.suptitle(title)
 
     return write_picture(path, draw, columns=2, figsize=(11, 5))
+
+
+def differences(histories: Sequence[History], metric: str) -> str:
+    """A table with the paired difference of the metric of each two sides over the seeds that both have.
+
+    With more than MOST_PAIRED sides, only of the others from the first. "" with fewer than two such seeds.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for each in histories:
+        if each.stage == "final":
+            found.setdefault(each.side, {})[each.seed] = each.result[f"test {metric}"]
+    names = list(found)
+    pairs = itertools.combinations(names, 2) if len(names) <= MOST_PAIRED else ((names[0], each) for each in names[1:])
+    rows = []
+    for one, other in pairs:
+        both = sorted(found[one].keys() & found[other].keys())
+        if len(both) > 1:
+            mean, spread, p = paired([found[other][seed] - found[one][seed] for seed in both])
+            rows.append((f"{other} - {one}", len(both), with_spread((mean, spread)), f"{p:.2g}"))
+    return info.table((f"difference in {metric}", "seeds", "mean ± spread", "p, paired t-test"), rows) if rows else ""
+
+
+def paired(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and spread of at least two differences, and the two-sided p of Student's t-test that their mean is 0.
+
+    With n differences t = mean / (spread / sqrt(n)). For the whole number n - 1 of degrees of freedom the probability
+    is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4). Equal differences other than 0 have p = 0.
+    """
+    mean, spread = mean_and_spread(differences)
+    freedom = len(differences) - 1
+    if spread == 0 or math.isnan(mean):
+        return mean, spread, math.nan if math.isnan(mean) else float(mean == 0)
+    theta = math.atan(abs(mean) / spread * math.sqrt(len(differences) / freedom))
+    term, total = (math.cos(theta) if freedom % 2 else 1.0), 0.0
+    for power in range(
+        1 + freedom % 2, freedom, 2
+    ):  # cos^1, cos^3 .. with 1, 2/3 ..; or cos^0, cos^2 .. with 1, 1/2 ..
+        total += term
+        term *= power / (power + 1) * math.cos(theta) ** 2
+    inside = 2 / math.pi * (theta + math.sin(theta) * total) if freedom % 2 else math.sin(theta) * total
+    return mean, spread, max(1 - inside, 0.0)
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:

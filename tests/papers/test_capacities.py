@@ -1,0 +1,135 @@
+"""Recipe vmoe: one model at several capacities, E^3 beside its members, phases of the sparse ViT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_kernels.papers import train
+from moe_kernels.papers.recipes import Splits
+from moe_kernels.papers.recipes._routers import policies
+from moe_kernels.papers.recipes.vmoe import VMoE, in_phases
+from moe_kernels.papers.train import heatmaps, plotting
+from moe_kernels.papers.train.loop import Run
+from moe_kernels.papers.train.statistics import calibration_error
+from tests.helpers.small_sets import images
+
+SMALL = {"patch": 2, "dim": 16, "depth": 2, "heads": 2, "hidden": 12, "experts": 4, "batch_size": 8, "lr": 0.01}
+
+
+def trained(side, steps=20, **changed):
+    points = images()
+    recipe = VMoE(sides=(side,), steps=steps, **SMALL | changed)
+    run = Run(recipe, 0, Splits(points, points.train, points.test))
+    while run.step < steps - 1:
+        run.take_step()
+    return run
+
+
+def test_the_last_evaluation_is_at_every_capacity_and_in_every_order():
+    """Each column equals the accuracy of the same weights in a model whose policy has that capacity and order."""
+    run = trained("vmoe", capacity_eval=(2.0, 0.2, 0.5), group=2)
+    assert not any(" at " in name for name in run.evaluate())
+    run.take_step()
+    found = run.evaluate()
+    columns = [name for curve in run.recipe.curves().values() for name in curve.values()]
+    assert set(columns) == {name for name in found if " at " in name}
+    assert set(columns) <= set(run.recipe.columns())
+    assert len(columns) == 9
+    for side, order in (("vmoe", "by position"), ("bpr", "by weight")):
+        for value in (2.0, 0.2, 0.5):
+            other = trained(side, 1, capacity_eval=(value,), group=2)
+            other.task.model.load_state_dict(run.task.model.state_dict())
+            assert found[f"test accuracy {order} at {value:g}"] == other.evaluate()["test accuracy"]
+    assert (
+        found["test accuracy"] == found["test accuracy by position at 2"] != found["test accuracy by position at 0.2"]
+    )
+    assert found["test accuracy at random at 2"] == pytest.approx(found["test accuracy"], abs=0.03)
+
+
+def test_orders_drop_equally_many_choices_but_others():
+    run = trained("vmoe", capacity_eval=(1.0, 0.4), group=2)
+    model, x = run.task.model.eval(), run.data.test[0][:8]
+    kept = {}
+    with torch.no_grad():
+        model.embed.project.weight.mul_(20)  # the images then differ in their routing
+        for priority in (None, "max", "random"):
+            with policies(model, factor_eval=0.4, priority=priority):
+                out = model(x)[1][0]
+            kept[priority] = out.plan.slot_row >= 0
+            weights = out.gates[0].weights
+    counts = {int(each.sum()) for each in kept.values()}
+    assert len(counts) == 1
+    assert not torch.equal(kept[None], kept["random"])
+    means = {priority: weights[:, 0][each[:, 0]].mean().item() for priority, each in kept.items()}
+    assert means["max"] > max(means[None], means["random"])
+    last = kept[None].unflatten(0, (4, -1))[:, -17:].float().mean()  # of the second image in each group of two
+    assert last < kept["random"].unflatten(0, (4, -1))[:, -17:].float().mean()
+    out = model(x)[1][0]
+    assert (out.plan.slot_row >= 0).float().mean() > kept[None].float().mean()  # the model has its own policy again
+
+
+def test_the_picture_shows_which_patches_are_dropped(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    run = trained("bpr", capacity_eval=(1.0, 0.2, 0.0))
+    run.task.model.eval()
+    with torch.no_grad():
+        shares = run.task.dropped(run.data.test[0][:8])
+    assert list(shares) == [
+        f"{order}, {at}" for order in ("by position", "by weight", "at random") for at in ("0", "0.2")
+    ]
+    for name, share in shares.items():
+        assert share.shape == (8, 4, 4)
+        assert share.eq(1).all() if name.endswith(" 0") else 0 < share.mean() < 1
+    assert heatmaps.draw_dropped(tmp_path / "dropped.png", run, "dropped")
+    panels = [axis.images[0].get_array() for axis in drawn[0].axes]
+    assert len(panels) == 8 * 7
+    whole, nothing, some = panels[0], panels[1], panels[4]  # the first image, then at capacity 0, then by weight at 0.2
+    assert whole.max() > 0
+    assert abs(nothing).max() == 0
+    left = 1 - shares["by weight, 0.2"][0].repeat_interleave(2, 0).repeat_interleave(2, 1)
+    image = (run.data.test[0][0].reshape(8, 8) + 1) / 2
+    torch.testing.assert_close(torch.tensor(some[..., 0]), (image * left).clamp(0, 1))
+    assert run.task.model.training
+
+
+def test_an_ensemble_is_measured_beside_its_members():
+    run = trained("e3", capacity_eval=(1.05,), eval_batch=16)
+    run.take_step()
+    found, (x, y) = run.evaluate(), run.data.test
+    with torch.no_grad():
+        log_probs = torch.cat([run.task.model.eval()(each)[0] for each in x.split(16)]).log_softmax(-1)
+    probs = log_probs.exp().unflatten(0, (-1, 2))
+    for name, own in (("", probs.mean(1)), ("member 1 ", probs[:, 0]), ("member 2 ", probs[:, 1])):
+        best, predicted = own.max(-1)
+        assert found[f"test {name}loss"] == pytest.approx(-own[torch.arange(len(y)), y].log().mean().item(), rel=1e-4)
+        assert found[f"test {name}accuracy"] == pytest.approx((predicted == y).float().mean().item())
+        assert found[f"test {name}ECE"] == pytest.approx(calibration_error(best, predicted == y), rel=1e-3)
+    assert found["test loss"] < (found["test member 1 loss"] + found["test member 2 loss"]) / 2  # Jensen
+    assert not any("member" in name for name in trained("vmoe", 1).evaluate())
+
+
+def test_phases_of_sparsified_have_rates_of_their_own():
+    rate = in_phases(40, 0.3)
+    assert [rate(step) for step in (0, 10, 20, 25, 30, 35)] == pytest.approx([1, 0.5, 1, 0.5, 0.3, 0.15])
+    assert max(rate(19), rate(29), rate(39)) < 0.03
+    points = images()
+    for side, at in (("sparsified", 0.6), ("softmax", (2**0.5 / 2 + 1) / 2 - 0.5)):
+        recipe = VMoE(sides=(side,), steps=40, last_rate=0.6, **SMALL)
+        run = Run(recipe, 0, Splits(points, points.train, points.test))
+        assert run.task.schedule(30) == pytest.approx(at if side == "sparsified" else (1 - 2**0.5 / 2) / 2)
+
+
+def test_a_model_that_was_saved_with_one_capacity_loads(tmp_path):
+    run = trained("vmoe", 1, capacity_eval=(0.5,))
+    run.advance(1)
+    train.trained.save_model(tmp_path, "vmoe-0", run, run.model_state())
+    path = tmp_path / "model-vmoe-0.json"
+    text = path.read_text()
+    assert '"capacity_eval": [\n   0.5\n  ]' in text
+    path.write_text(text.replace('"capacity_eval": [\n   0.5\n  ]', '"capacity_eval": 0.5'))
+    loaded = train.load_model(tmp_path / "model-vmoe-0.pt")
+    (policy,) = {each.policy for each in loaded.model.modules() if hasattr(each, "policy")}
+    assert policy.factor_eval == 0.5
