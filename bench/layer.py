@@ -17,7 +17,7 @@ from bench import measure, predict, tracing
 from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
 from bench.experts import PRODUCTS
 from bench.layer_models import Sizes
-from bench.layer_peers import LAYERS
+from bench.layer_peers import LAYERS, chosen_by_torch
 from moe_kernels import combine, expert_capacity, expert_mlp, grouped_gemm, make_plan, topk_gate
 from moe_kernels.cases.routing import logits, shares
 from moe_kernels.nn import ExpertMLP, MoE, TokenChoice, TopKGate
@@ -181,9 +181,13 @@ def steps(setting: Setting) -> dict[str, Entry]:
     up, down = (experts * dim * each * size for each in (width, hidden))
     products = PRODUCTS.items()
     step = partial(_step, setting)
+    bias = torch.zeros(experts, device=setting.device) if sizes.router == "sigmoid" else None
 
     def gate(inputs: Inputs, backend: str | None) -> Tensor:
-        return topk_gate(inputs["logits"], k, order=sizes.order, backend=backend)[0].to(setting.dtype)
+        return topk_gate(inputs["logits"], k, **sizes.rule, bias=bias, backend=backend)[0].to(setting.dtype)
+
+    def gate_by_torch(inputs: Inputs) -> Tensor:
+        return chosen_by_torch(inputs["logits"], k, sizes.router, bias, sizes.groups)[0]
 
     def planned(inputs: Inputs, backend: str | None) -> Any:
         made = make_plan(inputs["experts"], experts, capacity=setting.capacity, backend=backend)
@@ -206,7 +210,8 @@ def steps(setting: Setting) -> dict[str, Entry]:
             ("x", "router"), "grad_logits", x + experts * dim * size, scores, {},
         ),
         "topk_gate": step(
-            gate, ("logits",), "weights", scores, tokens * k * size + index, {"torch topk+softmax": partial(_topk, k=k)}
+            gate, ("logits",), "weights", scores, tokens * k * size + index,
+            {f"torch topk+{'softmax' if bias is None else 'sigmoid'}": gate_by_torch},
         ),
         "make_plan": step(planned, (), "", index, 3 * index + 12 * experts, {}),
         "up": step(
@@ -227,10 +232,6 @@ def steps(setting: Setting) -> dict[str, Entry]:
         ),
         "layer": _layer(setting, 2 * x + up + down + experts * dim * size, x),
     }  # fmt: skip
-
-
-def _topk(inputs: Inputs, k: int) -> Tensor:
-    return inputs["logits"].topk(k, -1).values.softmax(-1)
 
 
 def _used(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -273,7 +274,8 @@ def module(setting: Setting) -> MoE:
     each, device = setting.sizes, setting.device
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": setting.dtype, "backend": setting.backend}
-    gate = TopKGate(each.dim, each.experts, each.k, order=each.order, **options)
+    rate = 0.001 if each.router == "sigmoid" else None
+    gate = TopKGate(each.dim, each.experts, each.k, **each.rule, balance_rate=rate, **options)
     experts = ExpertMLP(each.experts, each.dim, each.hidden, activation=each.activation, bias=each.bias, **options)
     with torch.no_grad():
         gate.linear.weight.normal_(std=each.dim**-0.5)

@@ -18,12 +18,11 @@ from rich.table import Table
 
 from bench import layer, measure, predict
 from bench.console import console
-from bench.layer_models import MODELS, Sizes, of_model
+from bench.layer_models import MODELS, ROUTERS, Sizes, of_model
 from bench.shapes import ROUTINGS
 from moe_kernels import info
 from moe_kernels.info import placement
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS
-from moe_kernels.ops.topk_gate import ORDERS
 from moe_kernels.verify import KERNELS, dtype_name
 
 WIDTH = 100  # columns of the tables
@@ -43,7 +42,7 @@ def layer_command(
     activation: Annotated[str | None, typer.Option(help=", ".join(ACTIVATIONS))] = None,
     capacity: Annotated[float | None, typer.Option(min=0, help="Capacity factor. Default: nothing is dropped.")] = None,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "uniform",
-    router: Annotated[str | None, typer.Option(help=", ".join(ORDERS))] = None,
+    router: Annotated[str | None, typer.Option(help=", ".join(ROUTERS))] = None,
     backend: Annotated[str | None, typer.Option(help=f"{', '.join(KERNELS)}. Default: the automatic choice.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's number.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Sampling time of each line.")] = 0.5,
@@ -55,7 +54,7 @@ def layer_command(
     layer does not fit into memory, only the predictions are printed.
     """
     given: dict[str, Any] = {"tokens": tokens, "dim": dim, "hidden": hidden, "experts": experts, "k": k}
-    given |= {"activation": activation, "order": router}
+    given |= {"activation": activation, "router": router}
     setting = _setting(given, model, dtype, routing, capacity, backend, threads)
     _describe(setting)
     fits = setting.fits()
@@ -101,7 +100,7 @@ def _setting(
         ("--dtype", dtype, ("float32", "bfloat16", "float16")),
         ("--activation", sizes.activation, ACTIVATIONS),
         ("--routing", routing, ROUTINGS),
-        ("--router", sizes.order, ORDERS),
+        ("--router", sizes.router, ROUTERS),
         ("--backend", backend, (None, *KERNELS)),
     ):
         if value not in known:
@@ -133,7 +132,7 @@ def _describe(setting: layer.Setting) -> None:
     limit = "" if setting.capacity is None else f", capacity {setting.capacity}"
     console.print(
         f"T {each.tokens} tokens, D {each.dim}, H {each.hidden}, E {each.experts} experts, K {each.k}{limit}; "
-        f"{each.activation}, {dtype_name(setting.dtype)}, {setting.routing} routing, {each.order}",
+        f"{each.activation}, {dtype_name(setting.dtype)}, {setting.routing} routing, {each.router}",
         highlight=False,
     )
 

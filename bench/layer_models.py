@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import LLM
+from moe_kernels.ops.topk_gate import ORDERS
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """T tokens, model dim D, hidden dim H, E experts, K choices a token; activation and order as in nn's layers."""
+    """T tokens, model dim D, hidden dim H, E experts, K choices a token; activation as in nn's layers.
+
+    router: an order of topk_gate, or "sigmoid": sigmoid scores with a balance bias, renormalised. groups: with
+    "sigmoid" those of topk_gate.
+    """
 
     tokens: int = 2048
     dim: int = 256
@@ -20,18 +25,27 @@ class Sizes:
     experts: int = 16
     k: int = 2
     activation: str = "gelu"
-    order: str = "topk_softmax"
+    router: str = "topk_softmax"
     bias: bool = True
+    groups: tuple[int, int] | None = None
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """Arguments of topk_gate, but the bias, and of TopKGate."""
+        if self.router != "sigmoid":
+            return {"order": self.router}
+        return {"scores": "sigmoid", "groups": self.groups, "renormalise": True}
 
 
-# Activation, order of top-k and softmax, and whether experts and router have biases. DeepSeek-V3 scores by a sigmoid,
-# with a bias and groups; its experts cost the same.
-_KINDS = {
+ROUTERS = (*ORDERS, "sigmoid")
+
+# Activation, router, whether experts and router have biases, and groups.
+_KINDS: dict[str, tuple[Any, ...]] = {
     "OLMoE": ("swiglu", "softmax_topk", False),
     "Qwen3-30B": ("swiglu", "topk_softmax", False),
     "Qwen3-235B": ("swiglu", "topk_softmax", False),
     "Mixtral": ("swiglu", "topk_softmax", False),
-    "DeepSeek-V3": ("swiglu", "topk_softmax", False),
+    "DeepSeek-V3": ("swiglu", "sigmoid", False, (8, 4)),
     "gpt-oss": ("swiglu_clamped", "topk_softmax", True),
 }
 MODELS = {name: Sizes(*LLM[name], *kind) for name, kind in _KINDS.items()}
@@ -80,5 +94,8 @@ def _of_config(config: dict[str, Any], path: Path) -> Sizes:
     if activation is None:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(f"--model: {path} has hidden_act {act!r}, not one of {known}: give --activation")
-    order = "topk_softmax" if config.get("norm_topk_prob", True) else "softmax_topk"
-    return replace(Sizes(), **found, tokens=8192, activation=activation, order=order, bias=clamped)
+    router = "topk_softmax" if config.get("norm_topk_prob", True) else "softmax_topk"
+    groups = None
+    if config.get("scoring_func") == "sigmoid" or config.get("n_group") is not None:  # DeepSeek-V3's and GLM's
+        router, groups = "sigmoid", (config.get("n_group") or 1, config.get("topk_group") or 1)
+    return replace(Sizes(), **found, tokens=8192, activation=activation, router=router, bias=clamped, groups=groups)

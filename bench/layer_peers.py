@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,32 @@ from python_ref.grouped_gemm import activate
 Layer = Callable[[MoE, Tensor, int | None], Tensor]  # of the MoE whose parameters it reads, x and the capacity
 
 
+def chosen_by_torch(
+    logits: Tensor, k: int, order: str, bias: Tensor | None, groups: tuple[int, int] | None
+) -> tuple[Tensor, Tensor]:
+    """Gate weights and experts (T, K) by torch; with a bias sigmoid scores, as transformers' DeepSeek-V3 has them."""
+    if bias is None and order == "softmax_topk":
+        return logits.softmax(-1).topk(k, -1)
+    if bias is None:
+        weights, experts = logits.topk(k, -1)
+        return weights.softmax(-1), experts
+    scores = logits.sigmoid()
+    keys = scores + bias
+    if groups is not None:
+        best = keys.unflatten(-1, (groups[0], -1)).topk(2, -1).values.sum(-1).topk(groups[1], -1).indices
+        kept = torch.zeros_like(keys[:, : groups[0]]).scatter(1, best, 1)
+        keys = keys.masked_fill(kept.repeat_interleave(keys.shape[1] // groups[0], 1) == 0, -torch.inf)
+    experts = keys.topk(k, -1).indices
+    weights = scores.gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), experts
+
+
 def _routed(layer: MoE, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
     """Gate weights and experts (T, K), by torch; -1 for choices past the capacity, in V-MoE's order."""
-    gate = layer.gate
-    logits, k = F.linear(x, gate.linear.weight, gate.linear.bias).float(), gate.k  # type: ignore[union-attr, arg-type]
-    if gate.order == "softmax_topk":
-        weights, experts = logits.softmax(-1).topk(k, -1)  # type: ignore[arg-type]
-    else:
-        weights, experts = logits.topk(k, -1)  # type: ignore[arg-type]
-        weights = weights.softmax(-1)
+    gate: Any = layer.gate
+    logits = F.linear(x, gate.linear.weight, gate.linear.bias).float()
+    bias = gate.balance_bias if gate.scores == "sigmoid" else None
+    weights, experts = chosen_by_torch(logits, gate.k, gate.order, bias, gate.groups)
     if capacity is not None:
         chosen = F.one_hot(experts.t().reshape(-1), logits.shape[1])  # first choices of all tokens, then second ones
         slot = (chosen.cumsum(0) * chosen).sum(-1) - 1

@@ -29,9 +29,10 @@ def setting(**changes) -> layer.Setting:
     "changes",
     [
         {"activation": "gelu"},
-        {"activation": "swiglu", "bias": False, "order": "softmax_topk"},
+        {"activation": "swiglu", "bias": False, "router": "softmax_topk"},
         {"activation": "swiglu_clamped", "routing": "zipf"},
         {"factor": 1.0, "routing": "adversarial"},
+        {"router": "sigmoid", "groups": (2, 1)},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
@@ -44,9 +45,10 @@ def test_the_layer_is_the_eager_one(peer, changes):
         assert not torch.allclose(expected, LAYERS[peer](module, x, None))  # something was dropped
 
 
+@pytest.mark.parametrize("router", ["topk_softmax", "sigmoid"])
 @pytest.mark.parametrize("step", layer.steps(setting()))
-def test_peers_of_a_step_compute_the_step(step):
-    each = setting(factor=1.25, routing="zipf", activation="swiglu")
+def test_peers_of_a_step_compute_the_step(step, router):
+    each = setting(factor=1.25, routing="zipf", activation="swiglu", router=router)
     entry = layer.steps(each)[step]
     inputs = entry.inputs(each.shape, each.dtype, "cpu")
     for direction in entry.directions:
