@@ -172,3 +172,18 @@ def sorted_fours(keys, e, PACKED: tl.constexpr):
     keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
     keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
     return keys0, keys1, keys2, keys3, e0, e1, e2, e3
+
+
+@triton.jit
+def move_up(is_chosen, keys0, keys1, keys2, keys3, e0, e1, e2, BLOCK_K: tl.constexpr):
+    """Keys and experts of sorted_fours, without the first ones of groups where is_chosen. BLOCK_K bounds the choices:
+    with 1 no choice follows; with 2 the second reads keys0 alone."""
+    if BLOCK_K > 1:
+        keys0 = tl.where(is_chosen, keys1, keys0)
+        e0 = tl.where(is_chosen, e1, e0)
+    if BLOCK_K > 2:
+        keys1 = tl.where(is_chosen, keys2, keys1)
+        keys2 = tl.where(is_chosen, keys3, keys2)
+        keys3 = tl.where(is_chosen, -0x80000000, keys3)
+        e1 = tl.where(is_chosen, e2, e1)
+    return keys0, keys1, keys2, keys3, e0, e1

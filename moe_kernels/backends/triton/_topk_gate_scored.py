@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_kernels.backends.triton import keys_of, sorted_fours
+from moe_kernels.backends.triton import keys_of, move_up, sorted_fours
 
 
 @triton.jit
@@ -131,16 +131,8 @@ def _topk_gate_scored_fwd(
             taken = tl.sum(tl.where(k == choice, forced, 0), axis=1)
             is_chosen &= (taken < 0)[:, None]
             expert = tl.where(taken < 0, expert, taken)
-        # As in _topk_gate_fwd. A forced expert's key stays, so all four keys of a group may be read.
-        if BLOCK_K > 1:
-            keys0 = tl.where(is_chosen, keys1, keys0)
-            e0 = tl.where(is_chosen, e1, e0)
-        if BLOCK_K > 2:
-            keys1 = tl.where(is_chosen, keys2, keys1)
-            keys2 = tl.where(is_chosen, keys3, keys2)
-            keys3 = tl.where(is_chosen, LOWEST, keys3)
-            e1 = tl.where(is_chosen, e2, e1)
-            e2 = tl.where(is_chosen, e3, e2)
+        keys0, keys1, keys2, keys3, e0, e1 = move_up(is_chosen, keys0, keys1, keys2, keys3, e0, e1, e2, BLOCK_K)
+        e2 = tl.where(is_chosen, e3, e2)
         chosen = tl.where(k == choice, expert[:, None], chosen)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
     picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)

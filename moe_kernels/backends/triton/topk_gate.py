@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import FORMATS, keys_of, launch, on_device, patterns, sorted_fours, unsupported
+from moe_kernels.backends.triton import (
+    FORMATS,
+    keys_of,
+    launch,
+    move_up,
+    on_device,
+    patterns,
+    sorted_fours,
+    unsupported,
+)
 from moe_kernels.backends.triton._topk_gate_scored import _topk_gate_scored_bwd, _topk_gate_scored_fwd
 
 TILE = 1024  # logits of a program, padding included; a program with one longer row has more
@@ -37,7 +46,6 @@ def _topk_gate_fwd(
     stride_logits_T, T, E, K,
     SOFTMAX_FIRST: tl.constexpr, INF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    LOWEST: tl.constexpr = -0x80000000
     PACKED: tl.constexpr = INF <= 0xFFFF
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
@@ -60,16 +68,8 @@ def _topk_gate_fwd(
         else:
             expert = tl.min(tl.where(keys0 == best[:, None], e0, BLOCK_E), axis=1)
             is_chosen = e0 == expert[:, None]
-        # The keys of the chosen group move up. With K = 1 no choice follows; with K = 2 the second reads keys0 alone.
-        if BLOCK_K > 1:
-            keys0 = tl.where(is_chosen, keys1, keys0)
-            e0 = tl.where(is_chosen, e1, e0)
-        if BLOCK_K > 2:
-            keys1 = tl.where(is_chosen, keys2, keys1)
-            keys2 = tl.where(is_chosen, keys3, keys2)
-            keys3 = tl.where(is_chosen, LOWEST, keys3)
-            e1 = tl.where(is_chosen, e2, e1)
-            e2 = tl.where(is_chosen, e3, e2)
+        keys0, keys1, keys2, keys3, e0, e1 = move_up(is_chosen, keys0, keys1, keys2, keys3, e0, e1, e2, BLOCK_K)
+        e2 = tl.where(is_chosen, e3, e2)
         chosen = tl.where(k == choice, expert[:, None], chosen)
     if PACKED:
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
