@@ -62,10 +62,10 @@ class KeepsFloat32(nn.Module):
     keep_float32 = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(partial(keep_float32, fn) if self.keep_float32 else fn, recurse)
+        return super()._apply(partial(_keep_float32, fn) if self.keep_float32 else fn, recurse)
 
 
-def keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """fn(tensor); a float32 tensor that fn would make bfloat16 or float16 only moves to the device of the result."""
     result = fn(tensor)
     narrowed = tensor.dtype == torch.float32 and result.dtype in (torch.bfloat16, torch.float16)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn._parameters import keep_float32
 from moe_kernels.ops._checks import check_module
 from moe_kernels.ops._loads import count
 
@@ -33,8 +32,8 @@ class BalanceBias(nn.Module):
             zeros = partial(torch.zeros, num_experts, dtype=torch.float32, device=device)
             self.register_buffer("balance_bias", zeros())
             self.register_buffer("loads", zeros())
-            # What this process has counted, with several processes. DistributedDataParallel replaces buffers by those
-            # of rank 0 before each forward; this tensor is no buffer, and count_requests copies it to `loads`.
+            # A copy of `loads` that is no buffer: DistributedDataParallel replaces buffers by those of rank 0 before
+            # each forward, and count_requests then goes on from the copy.
             self.counted = zeros()
 
     def clear_balance(self) -> None:
@@ -43,8 +42,11 @@ class BalanceBias(nn.Module):
                 each.zero_()
 
     def count_loads(self, experts: Tensor) -> None:
-        """experts (T, K) int32; -1 does not count. Needs a balance_rate."""
-        count(self.loads, self.counted if _several() else None, experts)
+        """experts (T, K) int32; -1 does not count, and in evaluation none does. Needs a balance_rate."""
+        if self.training:
+            count(self.loads, self.counted, experts)
+        elif _several():  # loads may be those of rank 0
+            count(self.loads, self.counted, experts[:0])
 
     def update_bias(self, reduce: ProcessGroup | None = None, recentre: bool = False) -> None:
         """As `update_biases`, for this gate alone."""
@@ -53,7 +55,7 @@ class BalanceBias(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if getattr(self, "balance_rate", None) is None:
             return super()._apply(fn, recurse)
-        kept = {name: keep_float32(fn, getattr(self, name)) for name in ("balance_bias", "loads", "counted")}
+        kept = {name: _moved(fn, getattr(self, name)) for name in ("balance_bias", "loads", "counted")}
         super()._apply(fn, recurse)
         for name, each in kept.items():
             setattr(self, name, each)
@@ -63,6 +65,12 @@ class BalanceBias(nn.Module):
         super()._load_from_state_dict(*args)
         if getattr(self, "balance_rate", None) is not None:
             self.counted = self.loads.detach().clone()
+
+
+def _moved(fn: Any, tensor: Tensor) -> Tensor:
+    """fn(tensor), which stays float32 if fn changes dtypes."""
+    result = fn(tensor)
+    return result if result.dtype == torch.float32 else tensor.to(result.device)
 
 
 def update_biases(model: nn.Module, reduce: ProcessGroup | None = None, recentre: bool = False) -> None:
@@ -109,7 +117,7 @@ def _update(gates: Iterable[BalanceBias], reduce: ProcessGroup | None, recentre:
         raise ValueError(f"update_bias: {without[0]} has no balance_rate; pass balance_rate=0.001 when it is made")
     if not gates:
         return
-    loads = torch.cat([gate.counted if _several() else gate.loads for gate in gates])
+    loads = torch.cat([gate.loads for gate in gates])
     if _several():
         torch.distributed.all_reduce(loads, group=reduce)
     for gate, load in zip(gates, loads.split([gate.loads.shape[0] for gate in gates]), strict=True):

@@ -148,7 +148,6 @@ class MoE(OutputModule):
         x: Tensor,
         ids: Tensor | None = None,
         mask: Tensor | None = None,
-        *,
         pass_through: bool | None = None,
     ) -> Any:
         """pass_through: replaces the layer's `pass_through` for this call; None keeps it."""

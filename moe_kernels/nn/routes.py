@@ -22,11 +22,13 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
     Yields a dict, filled as gates run: the module's name -> (T, K), the gate's choice before the policy, int16 (int32
     above 32767 experts) on the gate's device, -1 in rows that are masked. If a gate runs more than once, its entry
     is a list in the order of calls. Names are those of model.named_modules() without prefixes of wrappers
-    (`_orig_mod.`, `module.`, `_checkpoint_wrapped_module.`); a gate in a Router of integrations.transformers has the
-    Router's name. A forward that torch.utils.checkpoint repeats is not recorded again.
+    (`_orig_mod.`, `module.`, `_checkpoint_wrapped_module.`, `base_model.model.`); a gate in a Router of
+    integrations.transformers has the Router's name. A forward that torch.utils.checkpoint repeats is not recorded
+    again.
 
     Raises:
         TypeError: the model has other gates, which have no such choice, or none.
+        ValueError: two gates have the same name without prefixes.
 
     Example:
         >>> model = MoE(TopKGate(16, 4, 2), ExpertMLP(4, 16, 32))
@@ -118,22 +120,26 @@ def _replays(gates: dict[str, TopKGate], routes: Mapping[str, Any]) -> dict[str,
 def _gates(op: str, model: nn.Module) -> dict[str, TopKGate]:
     """The TopKGates of the model by name; raises TypeError if there are none, or other gates outside of them."""
     check_module(op, "model", model, nn.Module)
-    gates, others, inside = dict[str, TopKGate](), [], set[nn.Module]()
+    named, others, inside = list[tuple[str, TopKGate]](), [], set[nn.Module]()
     for name, module in model.named_modules():
         held = getattr(module, "gate", None)
         if getattr(module, "names_its_gate", False) and isinstance(held, TopKGate):
-            gates[unwrapped(name)] = held
+            named.append((unwrapped(name), held))
             inside |= set(held.modules())
     for name, module in model.named_modules():
         if not isinstance(module, Gate) or module in inside:
             continue
         inside |= set(module.modules())
         if isinstance(module, TopKGate):
-            gates[unwrapped(name)] = module
+            named.append((unwrapped(name), module))
         else:
             others.append(f"{unwrapped(name)!r} ({type(module).__name__})")
     if others:
         raise TypeError(f"{op}: only TopKGate can be recorded and replayed; the model has {', '.join(others)}")
+    gates = dict(named)
+    if len(gates) < len(named):
+        twice = sorted({name for name, gate in named if gates[name] is not gate})
+        raise ValueError(f"{op}: gates must have names of their own without prefixes of wrappers; twice: {twice}")
     if not gates:
         raise TypeError(
             f"{op}: expected a model with gates of the class TopKGate, found none in {type(model).__name__}"
@@ -142,8 +148,8 @@ def _gates(op: str, model: nn.Module) -> dict[str, TopKGate]:
 
 
 def unwrapped(name: str) -> str:
-    """A module's name without what torch.compile, checkpoint_wrapper and, at the front, DDP and the like add."""
+    """A module's name without what torch.compile, checkpoint_wrapper and, at the front, DDP, PEFT and the like add."""
     parts = [each for each in name.split(".") if each not in ("_orig_mod", "_checkpoint_wrapped_module")]
-    while parts[:1] == ["module"]:
-        parts = parts[1:]
+    while parts[:1] == ["module"] or parts[:2] == ["base_model", "model"]:
+        parts = parts[1:] if parts[0] == "module" else parts[2:]
     return ".".join(parts)

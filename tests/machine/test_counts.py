@@ -114,10 +114,10 @@ def gate(backend: str, dtype: torch.dtype, **options: object) -> int:
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_scores_a_bias_and_groups_cost_at_most_two_thirds_more(backend, dtype):
-    """Measured: 1.35 (CUDA) and 1.30 (Triton) in float32, 1.42 and 1.62 in bfloat16, whose plain keys have 16 bits."""
+def test_scores_a_bias_and_groups_cost_at_most_six_tenths_more(backend, dtype):
+    """Measured: 1.35 (CUDA) and 1.28 (Triton) in float32, 1.42 and 1.60 in bfloat16, whose plain keys have 16 bits."""
     scored = gate(backend, dtype, scores="sigmoid", bias=torch.randn(128) / 10, groups=(8, 4))
-    assert scored <= 1.66 * gate(backend, dtype)
+    assert scored <= 1.6 * gate(backend, dtype)
 
 
 @BACKENDS

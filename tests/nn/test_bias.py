@@ -109,6 +109,10 @@ def test_buffers_are_saved_moved_and_reset():
         assert torch.equal(narrow.gate.loads, model.gate.loads)
         narrow(X.bfloat16())
         assert narrow.gate.loads.sum() == 2 * model.gate.loads.sum()
+    double = copy.deepcopy(model).double()
+    double(X.double())
+    assert double.gate.loads.dtype == double.gate.balance_bias.dtype == torch.float32
+    assert double.gate.loads.sum() == 2 * model.gate.loads.sum()
     model.gate.reset_parameters()
     assert not model.gate.loads.any()
 
@@ -149,3 +153,8 @@ def test_errors():
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_have_the_bias_of_one_process(kind):
     shared().run("bias", "steps", 2, kind)
+
+
+@pytest.mark.slow
+def test_loads_decide_on_several_ranks():
+    shared().run("bias", "loads_are_the_truth", 2)

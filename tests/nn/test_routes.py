@@ -155,6 +155,12 @@ def test_other_gates_are_refused_by_name():
         pass
 
 
+def test_two_gates_of_one_name_are_refused():
+    model = torch.nn.ModuleDict({"module": layer(), "gate": mnn.TopKGate(D, E, K)})
+    with pytest.raises(ValueError, match=r"names of their own .* twice: \['gate'\]"), mnn.record_routing(model):
+        pass
+
+
 @pytest.mark.parametrize(
     ("routes", "error", "words"),
     [

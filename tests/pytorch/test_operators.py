@@ -47,7 +47,6 @@ def of_topk_gate(b: str, device: str) -> Calls:
         "topk_gate_bwd": [*given.values(), back],
         "refuse_bad_forced": [(experts, E)],
         "count_requests": [
-            (torch.zeros(E, device=device), None, experts),
             (torch.zeros(E, device=device), torch.ones(E, device=device), experts),
         ],
     }

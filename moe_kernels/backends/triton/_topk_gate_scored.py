@@ -14,13 +14,15 @@ from moe_kernels.backends.triton import keys_of, move_up, sorted_fours
 
 
 @triton.jit
-def _key_of(values):
-    return keys_of(values.to(tl.int32, bitcast=True), 0x7F800000)
+def _key_of_score(values):
+    """The keys of scores + bias. None of them is -0, so that the bits of negative numbers need only be inverted."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(values != values, 0x7F800001, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _value_of(keys):
-    return tl.where(keys < 0, -keys | -0x80000000, keys).to(tl.float32, bitcast=True)
+def _score_of_key(keys):
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -30,15 +32,17 @@ def _two_best(first, second, other_first, other_second):
 
 
 @triton.jit
-def _kept_groups(first, second, KEPT: tl.constexpr):
+def _kept_groups(first, second, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
     """(BLOCK_T, GROUPS) bool: the KEPT groups with the largest sums of two keys. first, second: (BLOCK_T, GROUPS, n),
     pairs of keys whose group's two largest ones are among them."""
     LOWEST: tl.constexpr = -0x80000000
     first, second = tl.reduce((first, second), 2, _two_best)
-    value = _value_of(first)
-    score = _key_of(tl.where(second == LOWEST, value, value + _value_of(second)))
-    score = tl.where(first == LOWEST, LOWEST, score)
+    score = first
+    if SIZE > 1:
+        score = _key_of_score(_score_of_key(first) + _score_of_key(second))
     group = tl.arange(0, score.shape[1])
+    if score.shape[1] > GROUPS:
+        score = tl.where(group < GROUPS, score, LOWEST)
     kept = score != score
     for _ in range(KEPT):
         best = tl.max(score, axis=1)
@@ -103,13 +107,18 @@ def _topk_gate_scored_fwd(
             values = shares / total[:, None]
         if HAS_BIAS:
             values += tl.load(bias_ptr + e, mask=exists, other=0.0)
-    keys = tl.where(exists, _key_of(values), LOWEST)
+    if BY_SCORE:
+        keys = _key_of_score(values)
+    else:
+        keys = keys_of(values.to(tl.int32, bitcast=True), 0x7F800000)
+    if BLOCK_E > E:
+        keys = tl.where(exists, keys, LOWEST)
     experts = tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E))
     keys0, keys1, keys2, keys3, e0, e1, e2, e3 = sorted_fours(keys, experts, False)
     if KEPT < GROUPS:
         PADDED: tl.constexpr = BLOCK_E // BLOCK_S
         pairs: tl.constexpr = (BLOCK_T, PADDED, BLOCK_S // 4)
-        kept = _kept_groups(tl.reshape(keys0, pairs), tl.reshape(keys1, pairs), KEPT)
+        kept = _kept_groups(tl.reshape(keys0, pairs), tl.reshape(keys1, pairs), SIZE, GROUPS, KEPT)
         if FORCED:
             by_group = tl.reshape(keys, (BLOCK_T, PADDED, BLOCK_S))
             keys = tl.reshape(tl.where(kept[:, :, None], by_group, LOWEST), (BLOCK_T, BLOCK_E))

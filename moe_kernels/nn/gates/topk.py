@@ -133,7 +133,7 @@ class TopKGate(BalanceBias, TopKRouter):
             weights, experts = real_choices(weights, experts, mask)
         if self.recording is not None:
             self.recording.add(experts)
-        if self.training and self.balance_rate is not None:
+        if self.balance_rate is not None:
             self.count_loads(experts)
         losses = self._losses(logits, noise, experts, mask) if self.training else {}
         return GateOutput(weights, experts, self.num_experts, losses=losses)

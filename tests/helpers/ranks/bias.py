@@ -29,9 +29,25 @@ def steps(kind: str) -> None:
             wrapped(x[rank]).sum().backward()
             with torch.no_grad():
                 expected += torch.bincount(alone.gate(x.flatten(0, 1)).experts.flatten(), minlength=E)
+        with torch.no_grad():
+            wrapped.eval()(x[rank])  # counts nothing, though DDP broadcasts
+        wrapped.train()
         mnn.update_biases(wrapped)
         change = 0.1 * (expected.mean() - expected).sign()
         alone.gate.balance_bias += change
         assert torch.equal(model.gate.balance_bias, alone.gate.balance_bias), (step, expected)
         assert not model.gate.loads.any()
     assert model.gate.balance_bias.any()
+
+
+def loads_are_the_truth() -> None:
+    """The bias follows what `loads` holds, whoever wrote it."""
+    gate = mnn.TopKGate(D, E, K, balance_rate=0.1)
+    gate(torch.randn(T, D))
+    gate.loads.copy_(torch.tensor([6.0, 0, 0, 0, 0, 0]) * (1 + dist.get_rank()))
+    gate.update_bias()
+    assert torch.equal(gate.balance_bias, 0.1 * torch.tensor([-1.0, 1, 1, 1, 1, 1]))
+    gate(torch.randn(T, D))
+    gate.loads.zero_()
+    gate.update_bias()
+    assert torch.equal(gate.balance_bias, 0.1 * torch.tensor([-1.0, 1, 1, 1, 1, 1]))
