@@ -35,7 +35,8 @@ struct Scored {
 };
 
 __device__ __forceinline__ int32_t rank_of(float value) { return Logit<float>::rank(__float_as_uint(value)); }
-__device__ __forceinline__ float sigmoid(float z) { return 1.0f / (1.0f + expf(-z)); }
+// An error of 2 units in the last place. A division that rounds calls a function, and a call in a loop needs stack.
+__device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + expf(-z)); }
 
 // The keys of a row of at most 32 * SLOTS experts, in registers: a lane has SLOTS neighbours. With SLOTS = 0 they are in
 // `memory`, and a lane has every 32nd.
@@ -124,10 +125,10 @@ __device__ __forceinline__ bool in_best_groups(int32_t first, int32_t second, in
 // The weight of a choice before renormalisation, from its logit.
 struct Weight {
   int rule;
-  float highest, total;  // of the logits that the softmax covers: the largest, and the sum of exp(logit - largest)
+  float highest, share;  // of the logits that the softmax covers: the largest, and 1 / (sum of exp(logit - largest))
 
   __device__ float operator()(float logit) const {
-    return rule == kSigmoid ? sigmoid(logit) : expf(logit - highest) / total;
+    return rule == kSigmoid ? sigmoid(logit) : expf(logit - highest) * share;
   }
 };
 
@@ -140,7 +141,7 @@ __device__ __forceinline__ Weight softmax_over(int n, int lane, Each each) {
   highest = warp_max(highest);
 #pragma unroll 1
   for (int i = lane; i < n; i += kWarpSize) total += expf(each(i) - highest);  // NaN if a logit is NaN
-  return {kSoftmaxTopK, highest, warp_sum(total)};
+  return {kSoftmaxTopK, highest, 1.0f / warp_sum(total)};
 }
 
 template <class T>
@@ -163,13 +164,12 @@ __device__ __forceinline__ void to_keys(float (&z)[N], const float (&bias)[N], b
                                         int32_t* keys) {
   if (by_score) {
     // These scores may differ from weights in the last places, as fast exponentials do.
-    const float share = 1.0f / weight.total;
     if (weight.rule == kSigmoid) {
 #pragma unroll
-      for (int i = 0; i < N; i++) z[i] = bias[i] + __frcp_rn(1.0f + __expf(-z[i]));
+      for (int i = 0; i < N; i++) z[i] = bias[i] + __fdividef(1.0f, 1.0f + __expf(-z[i]));
     } else {
 #pragma unroll
-      for (int i = 0; i < N; i++) z[i] = bias[i] + __expf(z[i] - weight.highest) * share;
+      for (int i = 0; i < N; i++) z[i] = bias[i] + __expf(z[i] - weight.highest) * weight.share;
     }
   }
 #pragma unroll

@@ -44,6 +44,7 @@ INSTRUCTIONS = {
     r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # false: rows are not whole, aligned 16-byte vectors
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
+    r"topk_gate_scored_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
     r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
