@@ -27,6 +27,7 @@ from moe_kernels.cases.call import Call
 from moe_kernels.cases.grouped_gemm import GROUPED_GEMM
 from moe_kernels.cases.plan import PLAN_EXPERT_CHOICE, PLAN_PRIORITY
 from moe_kernels.cases.sinkhorn import SINKHORN
+from moe_kernels.cases.topk_gate import TOPK_GATE
 from moe_kernels.verify import dtype_name
 
 COUNTS = Path("bench/results/ptx/counts.json")  # below the root of a checkout
@@ -80,6 +81,7 @@ def cases() -> list[Case]:
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
+    scored = {**rows, "D": 1, "scores": "sigmoid"}
     forward, tree_gate = ("forward",), partial(Case, "tree_gate", known["tree_gate"], units=("T",), torch_products=True)
 
     def sinkhorn(
@@ -94,6 +96,7 @@ def cases() -> list[Case]:
         Case("kwta", known["kwta"], {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",), both),
         Case("kwta", known["kwta"], {"R": 8192, "N": 20000, "p": 0.1}, {"R": 4}, ("R",), both, forward),
         Case("topk_gate", known["topk_gate"], {**rows, "D": 1}, {"T": 256}, ("T",), both),
+        Case("topk_gate", EXTRA["scored"], scored, {"T": 256}, ("T",), both),
         Case("make_plan", known["make_plan"], {**rows, "D": 1}, {"T": 2048}, ("T",), (FP32,), forward),
         Case("plan_priority", priority, {"T": 8192, "E": 64}, {"T": 256}, ("T",), (FP32,), forward, own_bytes=True),
         Case("plan_expert_choice", choice, {"T": 8192, "E": 64}, {"T": 2048}, ("T",), (FP32,), forward, own_bytes=True),
@@ -140,7 +143,15 @@ def _of_scores(call: Call) -> Entry:
     return entry(replace(call, leaves=()), {}, forward=partial(_weights, call=call), shapes={})
 
 
+def _scored_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    """As DeepSeek-V3's router: sigmoid scores, a bias, the best half of 8 groups."""
+    bias = torch.randn(shape["E"], generator=torch.Generator().manual_seed(0)) / 10
+    rule = {"scores": "sigmoid", "bias": bias.to(device), "groups": (8, 4), "renormalise": True, "scale": 2.5}
+    return TOPK_GATE.inputs(shape, dtype, device) | rule
+
+
 EXTRA = {
+    "scored": entry(replace(TOPK_GATE, inputs=_scored_inputs), {}, shapes={}),
     "gelu": entry(replace(GROUPED_GEMM, leaves=("x", "w_in", "b_in"), inputs=_gelu_inputs), {}, shapes={}),
     "priority": _of_scores(PLAN_PRIORITY),
     "choice": _of_scores(PLAN_EXPERT_CHOICE),

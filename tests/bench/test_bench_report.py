@@ -434,7 +434,10 @@ def test_sources_are_found_in_every_folder():
     packages = {"moe_kernels/backends/triton/__init__.py"}
     cases = {"moe_kernels/cases/tree_gate.py", "moe_kernels/cases/call.py"}
     native = "moe_kernels/backends/native/tree_gate.py"
-    assert found == packages | cases | {"moe_kernels/ops/tree_gate.py", kernels, native}
+    expected = packages | cases | {"moe_kernels/ops/tree_gate.py", kernels, native}
+    assert expected <= found
+    called = ledger.sources("grouped_gemm", "triton")  # multiplies in the mode batch_invariant
+    assert found - expected < {path.relative_to(ledger.ROOT).as_posix() for path in called}
     assert ledger.ROOT / "moe_kernels/cases/routing.py" in ledger.sources("make_plan", "cpu")  # draws the experts
     assert ledger.ROOT / "moe_kernels/backends/_rows.py" in ledger.sources("grouped_gemm", "cuda")
     assert ledger.ROOT / "moe_kernels/backends/triton/__init__.py" in ledger.sources("kwta", "triton")

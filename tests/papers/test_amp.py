@@ -152,7 +152,7 @@ def test_the_agreement_check_has_competitions_and_steps_without(text, rate, monk
     def take(run):
         gates = [each for each in run.task.model.modules() if isinstance(each, loop.CompetitionGate)]
         record = original(run)
-        seen.append((run.step, [gate._competed for gate in gates]))
+        seen.append((run.step, [gate._draws.last for gate in gates]))
         return record
 
     monkeypatch.setattr(agreement, "_take_step", take)

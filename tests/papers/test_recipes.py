@@ -132,8 +132,8 @@ def test_a_damaged_hostile_or_mismatched_model_is_an_error(arguments, tmp_path):
         train.load_model(tmp_path / "none.pt")
 
 
-def worst_expert(original, logits, k, order):
-    weights, _, *rest = original(logits, k, order)
+def worst_expert(original, logits, k, *options):
+    weights, _, *rest = original(logits, k, *options)
     return weights, (-logits).topk(k).indices.int(), *rest
 
 

@@ -36,7 +36,7 @@ def test_random_calls_agree_with_the_definition():
 
 def test_every_operation_is_fuzzed():
     public = {name for name in mk.__all__ if name.islower() and callable(getattr(mk, name))}
-    not_operations = {"available_backends", "explain", "use_backend"}
+    not_operations = {"available_backends", "batch_invariant", "explain", "use_backend"}
     covered_by_others = {"kwta_apply", "kwta_bits", "kwta_mask", "smooth_step", "expert_capacity", "k_from_fraction"}
     assert public - not_operations - covered_by_others <= set(OPERATIONS)
 
