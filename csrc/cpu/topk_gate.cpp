@@ -166,7 +166,7 @@ void to_scores(Wide* value, int64_t n, bool by_sigmoid) {
   for (int64_t i = 0; i < n; ++i) value[i] = exp(value[i] - highest) * share;
 }
 
-// Lowers the keys of experts outside of the best groups. row.value: the experts' scores plus bias.
+// Writes the best groups to row.best. row.value: the experts' scores plus bias.
 template <class F>
 void find_best_groups(const Scratch<F>& row, int64_t num_experts, const Scored& scored) {
   const int64_t size = num_experts / scored.num_groups;
@@ -186,6 +186,7 @@ void find_best_groups(const Scratch<F>& row, int64_t num_experts, const Scored& 
   select_top_k(row.group, scored.num_groups, scored.kept_groups, row.best, row.order);
 }
 
+// Lowers the keys of experts outside of row.best. Sorts row.best.
 template <class F>
 void keep_best_groups(const Scratch<F>& row, int64_t num_experts, const Scored& scored) {
   const int64_t size = num_experts / scored.num_groups;

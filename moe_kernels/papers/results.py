@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="file for a picture")
     parser.add_argument("--join", type=Path, metavar="FILE", help="write the lines of all files to this one")
     parser.add_argument(
-        "--renew", nargs="+", type=Path, metavar="LOG", help="logs of shorter repetitions that prove the one file fresh"
+        "--renew", nargs="+", type=Path, metavar="LOG", help="logs of shorter repetitions: the one file gets their hash"
     )
     args = parser.parse_args(words)
     try:

@@ -37,6 +37,11 @@ def main() -> int:
         return _repeat(json.loads(options.case))
     if options.state:
         return _work(options)
+    if options.op and not options.operators:
+        from tests.fuzz.operations import OPERATIONS
+
+        if unknown := sorted(set(options.op) - set(OPERATIONS)):
+            parser.error(f"--op must be one of {', '.join(OPERATIONS)}; got {', '.join(unknown)}")
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
     print(f"seed {seed}, {options.processes} processes, {options.minutes:g} minutes", flush=True)
     if options.operators:

@@ -17,10 +17,13 @@ def rows_that_differ(
     call: Callable[..., Sequence[Tensor]],
     *inputs: Tensor,
     sizes: Sequence[int] = SIZES,
+    parts: Sequence[slice] = (),
     gradients: bool = True,
     enabled: bool = True,
 ) -> dict[int, int]:
     """How many rows of slices differ in a bit from those of the whole, by size of the slice; {} if none.
+
+    sizes: of slices at the start, at row 3 and at the end. parts: slices, instead of sizes.
 
     call(*inputs) returns tensors with a row for each row of the inputs. Rows of the results count, and of the gradients
     to floating-point inputs, for random gradients of the results. backward runs outside of the block batch_invariant.
@@ -45,13 +48,13 @@ def rows_that_differ(
         found = call(*inputs)
     if enabled:  # as in a rollout
         assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(found, whole, strict=False))
-    for size in sizes:
-        for start in sorted({0, 3, total - size} if size < total - 3 else {0}):
-            part = slice(start, start + size)
-            pairs = zip(results(part), whole, strict=True)
-            count = sum(_differing(one, other[part]) for one, other in pairs)
-            if count:
-                differ[size] = differ.get(size, 0) + count
+    starts = {size: sorted({0, 3, total - size} if size < total - 3 else {0}) for size in sizes}
+    for part in parts or [slice(start, start + size) for size in sizes for start in starts[size]]:
+        pairs = zip(results(part), whole, strict=True)
+        count = sum(_differing(one, other[part]) for one, other in pairs)
+        if count:
+            size = part.stop - part.start
+            differ[size] = differ.get(size, 0) + count
     return differ
 
 

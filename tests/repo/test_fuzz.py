@@ -34,6 +34,13 @@ def test_random_calls_agree_with_the_definition():
     assert all(re.search(rf"\d {name}\b", done.stdout) for name in OPERATIONS), done.stdout
 
 
+def test_an_unknown_operation_is_named():
+    done = fuzz("--op", "plan")
+    assert done.returncode == 2
+    assert "--op must be one of kwta, " in done.stderr
+    assert "got plan" in done.stderr
+
+
 def test_every_operation_is_fuzzed():
     public = {name for name in mk.__all__ if name.islower() and callable(getattr(mk, name))}
     not_operations = {"available_backends", "batch_invariant", "explain", "use_backend"}
