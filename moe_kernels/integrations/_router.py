@@ -222,7 +222,7 @@ def use_attention_mask(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model has no Router, or its forward no argument attention_mask; in a forward, a mask that is not
             (B, S), such as the 4-dimensional masks of static caches, in which padding cannot be told, or an experts
-        implementation of transformers that has no tokens without an expert.
+            implementation of transformers that has no tokens without an expert.
     """
     for router in routers_of("use_attention_mask", model):
         router._takes_masks = True
