@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench import ledger, registry
+from bench import ledger, pipes, registry
 from bench.entry import Entry, Inputs, Shape, entry, label
 from moe_kernels.cases.call import Call
 from moe_kernels.cases.grouped_gemm import GROUPED_GEMM
@@ -43,11 +43,12 @@ class Case:
     """An operation at the full shape of its prediction, and at the smaller shape that is executed and counted.
 
     small: the sizes of the counted shape that differ from the full one.
-    units: names of sizes. From the counted to the full shape, instructions and FLOPs grow by `scale`, the product of
-        the ratios of these sizes. Bytes grow by `bytes_scale`, the ratio of the least bytes.
-    own_bytes: bytes grow by `scale` too, since `entry.least_bytes` does not describe this case.
-    torch_products: torch computes products with the weights, in kernels that are not counted. So launches without
-        matrix instructions read no weights, and their bytes grow by `scale` too.
+    units: names of sizes. From the counted to the full shape, counts grow by `scale`, the product of the ratios of
+        these sizes.
+    fixed: a size with which the rest grows that does not grow with `units`, such as weights with experts. A second
+        count, at twice the first unit, tells both parts apart.
+    torch_products: torch computes products with the weights, in kernels that are not counted.
+    capabilities: of Triton's code.
     """
 
     operation: str
@@ -58,8 +59,9 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = (FP32,)
     directions: tuple[str, ...] = ("forward", "training")
     backends: tuple[str, ...] = ledger.GPU_BACKENDS
-    own_bytes: bool = False
+    fixed: str = ""
     torch_products: bool = False
+    capabilities: tuple[int, ...] = (80,)
 
     @property
     def counted_shape(self) -> Shape:
@@ -68,20 +70,21 @@ class Case:
     def scale(self) -> float:
         return prod(self.shape[name] / self.counted_shape[name] for name in self.units)
 
-    def bytes_scale(self, dtype: torch.dtype, direction: str) -> float:
-        if self.own_bytes:
-            return self.scale()
-        full, counted = (self.entry.least_bytes(each, dtype, direction) for each in (self.shape, self.counted_shape))
-        return full / counted
+    @property
+    def twice(self) -> Case:
+        first = self.units[0]
+        return replace(self, small={**self.small, first: 2 * self.counted_shape[first]})
 
 
 def cases() -> list[Case]:
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
-    few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
+    few, both = {"T": 128, "K": 8, "E": 8}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
     scored = {**rows, "D": 1, "scores": "sigmoid"}
+    products: dict[str, Any] = {"fixed": "E", "capabilities": (80, 90)}
+    narrow = {**qwen, "D": 352, "H": 352}
     forward, tree_gate = ("forward",), partial(Case, "tree_gate", known["tree_gate"], units=("T",), torch_products=True)
 
     def sinkhorn(
@@ -98,21 +101,30 @@ def cases() -> list[Case]:
         Case("topk_gate", known["topk_gate"], {**rows, "D": 1}, {"T": 256}, ("T",), both),
         Case("topk_gate", EXTRA["scored"], scored, {"T": 256}, ("T",), both),
         Case("make_plan", known["make_plan"], {**rows, "D": 1}, {"T": 2048}, ("T",), (FP32,), forward),
-        Case("plan_priority", priority, {"T": 8192, "E": 64}, {"T": 256}, ("T",), (FP32,), forward, own_bytes=True),
-        Case("plan_expert_choice", choice, {"T": 8192, "E": 64}, {"T": 2048}, ("T",), (FP32,), forward, own_bytes=True),
+        Case("plan_priority", priority, {"T": 8192, "E": 64}, {"T": 256}, ("T",), (FP32,), forward),
+        Case("plan_expert_choice", choice, {"T": 8192, "E": 64}, {"T": 2048}, ("T",), (FP32,), forward),
         Case("dispatch", known["dispatch"], rows, {"T": 256}, ("T",), both),
         Case("combine", known["combine"], rows, {"T": 256}, ("T",), both),
-        Case("grouped_gemm", known["grouped_gemm"], qwen, few, ("T", "K"), (BF16,)),
-        Case("grouped_gemm", gelu, {**qwen, "activation": "gelu"}, few, ("T", "K"), (BF16,)),
-        Case("grouped_gemm", known["grouped_gemm"], {**qwen, "D": 352, "H": 352}, few, ("T", "K"), (FP32,), forward),
-        Case("expert_mlp", known["expert_mlp"], qwen, few, ("T", "K"), (BF16,)),
-        Case("expert_norms", known["expert_norms"], competing, {"T": 256, "E": 2}, ("T", "E"), (BF16,)),
+        Case("grouped_gemm", known["grouped_gemm"], qwen, few, ("T",), (BF16,), **products),
+        Case("grouped_gemm", gelu, {**qwen, "activation": "gelu"}, few, ("T",), (BF16,), **products),
+        Case(
+            "grouped_gemm",
+            known["grouped_gemm"],
+            narrow,
+            few,
+            ("T",),
+            (FP32,),
+            forward,
+            fixed="E",
+        ),
+        Case("expert_mlp", known["expert_mlp"], qwen, few, ("T",), (BF16,), **products),
+        Case("expert_norms", known["expert_norms"], competing, {"T": 256, "E": 2}, ("T", "E"), (BF16,), fixed="E"),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(65536, 4, 20, 512)),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 16, 50, 16)),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 64, 50, 2)),
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1), backends=("triton",)),
-        Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16, sums="given"), own_bytes=True),
-        Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1, sums="given"), own_bytes=True, backends=("triton",)),
+        Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16, sums="given")),
+        Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1, sums="given"), backends=("triton",)),
         tree_gate(shape=tree, small={"T": 128}, dtypes=both),
         tree_gate(shape={**tree, "K": 4}, small={"T": 128}),
         tree_gate(shape={**tree, "E": 48}, small={"T": 128}, dtypes=both),
@@ -121,6 +133,10 @@ def cases() -> list[Case]:
         tree_gate(shape={**tree, "E": 5}, small={"T": 128}, dtypes=both, directions=forward),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
     ]
+
+
+def entry_of(operation: str) -> Entry:
+    return next(case.entry for case in cases() if case.operation == operation)
 
 
 def _gelu_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
@@ -186,48 +202,84 @@ def executor() -> Iterator[Any]:
         yield session
 
 
-def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
-    """Executes one call; returns the counts of each of its launches, and the factors to the full shape."""
-    torch.manual_seed(0)
-    inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
-    with session.recorded() as results:
-        case.entry.kernel(backend)[direction](inputs)
-    launches = [_launch(each) for each in results]
-    if case.torch_products:
-        launches = [each if each["tensor_flops"] else each | {"bytes_grow": case.scale()} for each in launches]
+def count(
+    case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any, capability: int = 80
+) -> dict[str, Any]:
+    """Executes one call, twice if a part of its counts is fixed; returns the counts of each of its launches."""
+    launches, elements = _launches(case, backend, dtype, direction, session)
+    if case.fixed:
+        twice, _ = _launches(case.twice, backend, dtype, direction, session)
+        ratio = case.shape[case.fixed] / case.counted_shape[case.fixed]
+        pairs = zip(launches, twice, strict=True)
+        full = [_extrapolated(one, two, ratio, case.scale()) for one, two in pairs]
+    else:
+        full = [{name: n * case.scale() for name, n in each.items() if name in GROWING} for each in launches]
     return {
         "operation": case.operation,
         "backend": backend,
         "dtype": dtype_name(dtype),
         "direction": direction,
+        "capability": capability,
         "shape": label(case.shape),
         "counted_shape": label(case.counted_shape),
-        "grows": case.scale(),
-        "bytes_grow": case.bytes_scale(dtype, direction),
-        "elements": max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)),
+        "torch_products": case.torch_products,
+        "elements": elements,
         "date": datetime.date.today().isoformat(),
         "sources": ledger.digest(case.operation, backend),
-        "launches": launches,
+        "launches": [each | {"full": one} for each, one in zip(launches, full, strict=True)],
     }
+
+
+# Counts of a launch that grow with its shape.
+GROWING = (
+    "blocks", "warp_instructions", "loop_instructions", "sectors", "bytes_read", "bytes_written", "passes",
+    "tensor_flops", *pipes.NAMES,
+)  # fmt: skip
+
+
+def _extrapolated(one: dict[str, Any], two: dict[str, Any], ratio: float, scale: float) -> dict[str, float]:
+    """Each count at the full shape, from a part that grows by `ratio` and one that grows by `scale` and doubles from
+    `one` to `two`."""
+    if any(one[name] != two[name] for name in ("kernel", "threads", "shared_bytes")):
+        raise RuntimeError(f"bench predict: {one['kernel']} and {two['kernel']} are not the same launch")
+    fixed = {name: max(2 * one[name] - two[name], 0) for name in GROWING}
+    return {name: fixed[name] * ratio + (one[name] - fixed[name]) * scale for name in GROWING}
+
+
+def _launches(
+    case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any
+) -> tuple[list[dict[str, Any]], int]:
+    """The counts of each launch at the counted shape, and the elements of the largest input."""
+    torch.manual_seed(0)
+    inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
+    with session.recorded() as results:
+        case.entry.kernel(backend)[direction](inputs)
+    elements = max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor))
+    return [_launch(each) for each in results], elements
 
 
 def _launch(result: Any) -> dict[str, Any]:
     from tests.ptx import counters
 
     found = counters.count(result)
-    kept = ("warp_instructions", "instructions", "sectors", "ideal_sectors", "bytes_read", "bytes_written", "barriers")
-    flops = 0
-    for text, runs in zip(result.kernel.texts, result.counters["runs"], strict=False):
-        shape = re.search(r"mma\S*\.m(\d+)n(\d+)k(\d+)\.", text)
-        flops += int(runs) * 2 * prod(map(int, shape.groups())) if shape else 0
-    names = {"kernel": re.sub(r"^_+|_$", "", re.split(r"[<( ]", str(found["kernel"]))[0])}
-    return names | {name: found[name] for name in kept} | {"tensor_flops": flops}
+    kept = ("threads", "shared_bytes", "warp_instructions", "sectors", "bytes_read", "bytes_written", "barriers")
+    return {
+        "kernel": re.sub(r"^_+|_$", "", re.split(r"[<( ]", str(found["kernel"]))[0]),
+        "blocks": prod(found["grid"]),
+        **{name: found[name] for name in kept},
+        "passes": found["bank_passes"],
+        "loop_instructions": pipes.product_loop(result),
+        "tensor_flops": pipes.tensor_flops(result),
+        **pipes.lanes(result),
+    }
 
 
 def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
     from moe_kernels import backends as choice
 
     with executor() as session:
+        from tests.ptx import triton_launch
+
         for case in wanted:
             for backend in (each for each in case.backends if each in backends):
                 for dtype in case.dtypes:
@@ -235,8 +287,10 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
                         backend, case.operation, "cpu", dtype
                     ):
                         continue
-                    for direction in case.directions:
-                        yield count(case, backend, dtype, direction, session)
+                    for capability in case.capabilities if backend == "triton" else (80,):
+                        with triton_launch.capability(capability):
+                            for direction in case.directions:
+                                yield count(case, backend, dtype, direction, session, capability)
 
 
 def verified(

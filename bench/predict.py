@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil, perm
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +14,15 @@ import torch
 
 from bench import counting, ledger, registry
 from bench.entry import Entry, Shape
+from bench.gpus import GPUS, WARPS_A_CYCLE, Gpu, figures
 from bench.tables import markdown, microseconds
 
 INTEGER, PRODUCTS = 1.3, 0.9  # SASS per PTX instruction, in kernels without and with matrix instructions
-WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
-BOUNDS = ("DRAM", "issue", "tensor")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's data. tflops: dense peaks of matrix instructions in TFLOP/s, by the dtype of their factors."""
-
-    name: str
-    multiprocessors: int
-    ghz: float
-    gb_per_s: float
-    tflops: dict[str, float]
-
-    def peak(self, dtype: str) -> float:
-        """Peak of the matrix instructions in FLOP/s; for float32 that of TF32."""
-        name = "tf32" if dtype == "float32" else dtype
-        if name not in self.tflops:
-            raise ValueError(f"bench predict: {self.name} has no TFLOP/s for {name}, only {', '.join(self.tflops)}")
-        return 1e12 * self.tflops[name]
-
-
-# A100 80 GB PCIe, and H100 SXM.
-GPUS = {
-    "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
-    "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),
-}
+FILL = 1000  # cycles until a block's first products: two reads of DRAM, of a row's number and of the row
+LONE = 2  # cycles between two instructions of a warp that has its scheduler for itself
+PRODUCT_REGISTERS = 256  # of a thread of a kernel with matrix instructions, whose sums fill them
+SHUFFLES = 32  # results of shuffles of a multiprocessor per cycle
+BOUNDS = ("DRAM", "L2", "shared", "issue", "tensor", "fp32", "fp64", "integer", "special", "latency")
 
 
 @dataclass(frozen=True)
@@ -50,35 +30,50 @@ class Launch:
     """The prediction for one launch at the full shape. us: microseconds for each resource in BOUNDS."""
 
     kernel: str
-    us: tuple[float, float, float]
+    us: dict[str, float]
     factor: float  # SASS instructions for one PTX instruction
     instructions: float  # PTX instructions of all warps
 
     @property
     def least(self) -> float:
-        return max(self.us)
+        return max(self.us.values())
 
     @property
     def bound(self) -> str:
-        return BOUNDS[self.us.index(self.least)]
+        return max(self.us, key=lambda name: self.us[name])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one call. measured_over_predicted: None if no result of the predicted GPU has the call."""
+    """The prediction for one call. measured_over_predicted: None if no result of the predicted GPU has the call.
+
+    flops, least_bytes: of the call, by the operator's formula and Entry.least_bytes.
+    floors: microseconds of these FLOPs at the peak for the call's dtype, and of these bytes.
+    """
 
     count: dict[str, Any]  # from counting.count
     launches: tuple[Launch, ...]
     stale: bool  # the sources have changed since the count
+    flops: float
+    least_bytes: float
+    floors: dict[str, float]
     measured_over_predicted: float | None = None
 
     @property
     def us(self) -> float:
-        return sum(each.least for each in self.launches)
+        """The sum of the launches, with torch's own products at their peak, and at least the floors."""
+        return max(self._sum, *self.floors.values())
+
+    @property
+    def _sum(self) -> float:
+        alone = self.count["torch_products"] and not any(each.us["tensor"] for each in self.launches)
+        return sum(each.least for each in self.launches) + (self.floors["tensor"] if alone else 0.0)
 
     @property
     def bound(self) -> str:
         """The resource that limits the call for the largest share of its time."""
+        if self.us > self._sum:
+            return max(self.floors, key=lambda name: self.floors[name])
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 
@@ -92,50 +87,127 @@ class Prediction:
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
-    """The prediction for one launch. counts: an item of counted["launches"]. counted: a result of counting.count."""
-    scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
-    instructions = counts["warp_instructions"] * scale
-    moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])
-    issue = factor * instructions / (gpu.multiprocessors * WARPS_A_CYCLE * gpu.ghz * 1e9)
-    flops = counts["tensor_flops"] * scale
-    tensor = flops / gpu.peak(counted["dtype"]) if flops else 0.0
-    us = (1e6 * moved / (gpu.gb_per_s * 1e9), 1e6 * issue, 1e6 * tensor)
-    return Launch(counts["kernel"], us, factor, instructions)
+    """The prediction for one launch. counts: an item of counted["launches"]. counted: a result of counting.count.
+
+    Each pipe works for all blocks; a multiprocessor has the blocks of the fullest one to do, so pipes within it wait
+    for a last incomplete wave. See `_side_by_side` for kernels with matrix instructions.
+    """
+    full, factor = counts["full"], PRODUCTS if counts["tensor_flops"] else INTEGER
+    flops = full["tensor_flops"]
+    of_all = {
+        "shared": full["passes"] + full["shuffle"] / SHUFFLES,
+        "issue": factor * full["warp_instructions"] / WARPS_A_CYCLE,
+        "tensor": flops / gpu.peak(counted["dtype"]) * 1e6 * gpu.cycles if flops else 0.0,
+        **{name: full[name] / getattr(gpu, name) for name in ("fp32", "fp64", "integer", "special")},
+    }
+    blocks = max(full["blocks"], 1.0)
+    fullest = max(ceil(blocks / gpu.multiprocessors) * gpu.multiprocessors / blocks, 1.0)
+    us = {name: cycles / gpu.cycles * fullest for name, cycles in of_all.items()}
+    us["DRAM"] = (full["bytes_read"] + full["bytes_written"]) / gpu.gb_per_s * 1e-3
+    us["L2"] = 32 * full["sectors"] / gpu.l2 * 1e-3
+    us["latency"] = 0.0
+    if counts["loop_instructions"]:
+        # The loop takes what its slowest pipe takes, of which one block uses all.
+        loop = max(of_all["tensor"], of_all["shared"], factor * full["loop_instructions"] / WARPS_A_CYCLE) / blocks
+        warps = counts["threads"] / 32
+        outside = (full["warp_instructions"] - full["loop_instructions"]) / blocks / warps * LONE * factor
+        outside = FILL + outside * max(warps / WARPS_A_CYCLE / LONE, 1)
+        rounds = ceil(blocks / gpu.multiprocessors)
+        us["latency"] = rounds * _side_by_side(loop, outside, side_by_side(counts, gpu)) / (gpu.ghz * 1e3)
+    return Launch(counts["kernel"], {name: us[name] for name in BOUNDS}, factor, full["warp_instructions"])
 
 
-def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[Prediction]:
-    """A prediction for every stored count."""
+def _side_by_side(loop: float, outside: float, blocks: int) -> float:
+    """Cycles for each block of a multiprocessor that holds several, each of which in turn takes the pipes for `loop`
+    cycles and `outside` cycles for its first reads and last stores.
+
+    As machines that wait for one repairman: the pipes rest while all blocks are outside of their loops, with
+    probability 1 / sum_k (loop / outside)^k blocks! / (blocks - k)!, k = 0 ... blocks.
+    """
+    rest = 1 / sum((loop / outside) ** k * perm(blocks, k) for k in range(blocks + 1))
+    return loop / (1 - rest)
+
+
+def side_by_side(counts: dict[str, Any], gpu: Gpu) -> int:
+    """Blocks of a kernel with matrix instructions that a multiprocessor holds at once."""
+    memory = gpu.shared_kb * 1024 // (counts["shared_bytes"] + 1024)  # CUDA takes 1 KB of each block
+    return max(min(memory, 65536 // (PRODUCT_REGISTERS * counts["threads"]), gpu.threads // counts["threads"]), 1)
+
+
+def predict(
+    gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT, ops: Collection[str] = ()
+) -> list[Prediction]:
+    """A prediction for every stored count of the code that the GPU runs. ops: only these operations; empty: all."""
     found, kept = [], list(results)
-    for each in counting.read(root):
+    for each in _of_gpu(counting.read(root), gpu):
+        if ops and each["operation"] not in ops:
+            continue
         stale = each["sources"] != ledger.digest(each["operation"], each["backend"], root)
-        made = Prediction(each, tuple(launch(one, each, gpu) for one in each["launches"]), stale)
+        made = prediction(each, gpu, stale)
         us = _measured(each, gpu, kept)
         found.append(replace(made, measured_over_predicted=us / made.us if us else None))
     return found
 
 
-def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Prediction]:
-    """The prediction at other sizes, in a list; empty if the call has none of them.
+def _of_gpu(counts: list[dict[str, Any]], gpu: Gpu) -> list[dict[str, Any]]:
+    """Of calls that were counted for several capabilities those for this GPU: Triton has code of its own for 9.x."""
+    key = ("operation", "backend", "dtype", "direction", "shape")
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in counts:
+        if each["capability"] == 80 or each["capability"] // 10 == gpu.capability // 10:
+            call = tuple(each[name] for name in key)
+            if call not in best or best[call]["capability"] < each["capability"]:
+                best[call] = each
+    return list(best.values())
 
-    Launches with matrix instructions grow with the call's FLOPs, others with its least bytes.
-    """
+
+def prediction(count: dict[str, Any], gpu: Gpu, stale: bool = False) -> Prediction:
+    size = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
+    flops, least = _work(count["operation"], count["dtype"], count["direction"], tuple(size.items()))
+    launches = tuple(launch(one, count, gpu) for one in count["launches"])
+    return Prediction(count, launches, stale, flops, least, floors(gpu, count["dtype"], flops, least))
+
+
+def floors(gpu: Gpu, dtype: str, flops: float, least_bytes: float) -> dict[str, float]:
+    """The microseconds that no kernel undercuts: FLOPs over their pipe's peak, bytes over the bandwidth."""
+    pipe = "tensor" if dtype in ("bfloat16", "float16") else "fp32"
+    products = 1e6 * flops / gpu.full_precision(dtype) if flops > least_bytes or pipe == "fp32" else 0.0
+    return {"DRAM": least_bytes / gpu.gb_per_s * 1e-3, "tensor": 0.0, pipe: products}
+
+
+@cache
+def _work(op: str, dtype: str, direction: str, size: tuple[tuple[str, Any], ...]) -> tuple[float, float]:
+    """FLOPs and least bytes of a call."""
+    known, shape, kind = counting.entry_of(op), dict(size), getattr(torch, dtype)
+    return _flops(known, shape, kind, direction), known.least_bytes(shape, kind, direction)
+
+
+def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Prediction]:
+    """The prediction at other sizes, in a list; empty if the call has none of them."""
     count = made.count
-    known = registry.ENTRIES[count["operation"]]
     old = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
     if not size.keys() & old.keys():
         return []
     new = {name: size.get(name, value) for name, value in old.items()}
-    dtype, direction = getattr(torch, count["dtype"]), count["direction"]
-    flops = [_flops(known, each, dtype, direction) for each in (old, new)]
-    least = [known.least_bytes(each, dtype, direction) for each in (old, new)]
-    by_flops, by_bytes = flops[1] / flops[0] if flops[0] else 1.0, least[1] / least[0]
+    flops, least = _work(count["operation"], count["dtype"], count["direction"], tuple(new.items()))
+    return [replace(scaled(made, flops, least, gpu), count=count | {"shape": registry.label(new)})]
+
+
+def scaled(made: Prediction, flops: float, least_bytes: float, gpu: Gpu) -> Prediction:
+    """The prediction for a call with other FLOPs and least bytes.
+
+    Launches with matrix instructions grow with the FLOPs, others with the bytes.
+    """
+    by_bytes = least_bytes / made.least_bytes
+    by_flops = flops / made.flops if made.flops else by_bytes
     launches = []
     for each in made.launches:
-        grows = by_flops if each.us[2] else by_bytes
-        us = (each.us[0] * by_bytes, each.us[1] * grows, each.us[2] * grows)
+        grows = by_flops if each.us["tensor"] else by_bytes
+        us = {name: value * (by_bytes if name == "DRAM" else grows) for name, value in each.us.items()}
         launches.append(replace(each, us=us, instructions=each.instructions * grows))
-    shape = count | {"shape": registry.label(new)}
-    return [replace(made, count=shape, launches=tuple(launches), measured_over_predicted=None)]
+    least = floors(gpu, made.count["dtype"], flops, least_bytes)
+    made = replace(made, flops=flops, least_bytes=least_bytes, floors=least, measured_over_predicted=None)
+    return replace(made, launches=tuple(launches))
 
 
 def _value(text: str) -> int | float | str:
@@ -160,30 +232,32 @@ def _flops(known: Entry, shape: Shape, dtype: torch.dtype, direction: str) -> fl
     return counter.get_total_flops() * shape[first] / small[first]
 
 
-@cache
-def _counts(root: Path) -> list[dict[str, Any]]:
-    return counting.read(root)
-
-
 def at(
     gpu: Gpu, op: str, dtype: str, direction: str, least_bytes: float, flops: float, root: Path = ledger.ROOT
 ) -> tuple[float, str]:
     """Least microseconds of a call that moves `least_bytes` and does `flops`, and the resource that limits it.
 
-    Its instructions are those of a counted call of the operation, if there is one: scaled by FLOPs if it has matrix
-    instructions, else by bytes.
+    They grow from those of a counted call of the operation, on the faster backend, if there is one.
     """
-    products = flops / gpu.peak(dtype) if flops > least_bytes else 0.0  # else FLOPs need no matrix instructions
-    us = {"DRAM": 1e6 * least_bytes / (gpu.gb_per_s * 1e9), "issue": 0.0, "tensor": 1e6 * products}
-    alike = [each for each in _counts(root) if (each["operation"], each["direction"]) == (op, direction)]
-    alike.sort(key=lambda each: each["dtype"] != dtype)
+    alike = [
+        each for each in _counted(gpu, root) if (each.count["operation"], each.count["direction"]) == (op, direction)
+    ]
+    alike = [each for each in alike if each.count["dtype"] == dtype] or alike
     if alike:
-        made = [launch(each, alike[0], gpu) for each in alike[0]["launches"]]
-        done = sum(each["tensor_flops"] for each in alike[0]["launches"]) * alike[0]["grows"]
-        moved = sum(each.us[0] for each in made) * 1e-6 * gpu.gb_per_s * 1e9
-        us["issue"] = sum(each.us[1] for each in made) * (flops / done if done else least_bytes / moved)
-    bound = max(us, key=lambda name: us[name])
-    return us[bound], bound
+        made = min((scaled(each, flops, least_bytes, gpu) for each in alike), key=lambda each: each.us)
+        return made.us, made.bound
+    least = floors(gpu, dtype, flops, least_bytes)
+    bound = max(least, key=lambda name: least[name])
+    return least[bound], bound
+
+
+_predictions: dict[tuple[str, Path], list[Prediction]] = {}
+
+
+def _counted(gpu: Gpu, root: Path) -> list[Prediction]:
+    if (key := (str(gpu), root)) not in _predictions:
+        _predictions[key] = predict(gpu, root=root)
+    return _predictions[key]
 
 
 def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:
@@ -200,29 +274,44 @@ def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result])
 
 HEADER = (
     "operation", "backend", "dtype", "direction", "shape", "kernel", "instructions an element", "x SASS / PTX",
-    "DRAM, predicted us", "issue, predicted us", "tensor, predicted us", "predicted us", "bound by",
-    "measured / predicted",
+    *(f"{name}, predicted us" for name in BOUNDS), "predicted us", "bound by", "measured / predicted",
 )  # fmt: skip
 
 
 def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
-    """A row for every launch, and one for the call if it has several."""
+    """A row for every launch, and one for the call."""
     found = []
     for each in predictions:
         count = each.count
         key = tuple(str(count[name]) for name in ("operation", "backend", "dtype", "direction", "shape"))
         key = (key[0] + " (stale)" * each.stale, *key[1:])
         ratio = "" if each.measured_over_predicted is None else f"{each.measured_over_predicted:.2f}"
-        for one in each.launches:
-            per_element = 32 * one.instructions / count["grows"] / count["elements"]
-            times = (*(microseconds(us) for us in one.us), microseconds(one.least), one.bound)
-            alone = ratio if len(each.launches) == 1 else ""
-            found.append((*key, one.kernel, f"{per_element:.1f}", f"{one.factor}", *times, alone))
-        if len(each.launches) > 1:
-            sums = [microseconds(sum(one.us[i] for one in each.launches)) for i in range(3)]
-            per_element = each.instructions_per_element
-            found.append((*key, "all", f"{per_element:.1f}", "", *sums, microseconds(each.us), each.bound, ratio))
+        for one, counted in zip(each.launches, count["launches"], strict=True):
+            per_element = 32 * counted["warp_instructions"] / count["elements"]
+            times = (*(microseconds(us) for us in one.us.values()), microseconds(one.least), one.bound)
+            found.append((*key, one.kernel, f"{per_element:.1f}", f"{one.factor}", *times, ""))
+        sums = [microseconds(sum(one.us[name] for one in each.launches)) for name in BOUNDS]
+        per_element = each.instructions_per_element
+        found.append((*key, "call", f"{per_element:.1f}", "", *sums, microseconds(each.us), each.bound, ratio))
     return found
+
+
+def record(each: Prediction, gpu: Gpu) -> dict[str, Any]:
+    """A row of `--json`. us: the prediction; pipes: the sums of the launches' times by resource."""
+    names = ("operation", "backend", "dtype", "direction")
+    sizes = {name: _value(text) for name, _, text in (one.partition("=") for one in each.count["shape"].split())}
+    pipes = {name: sum(one.us[name] for one in each.launches) for name in BOUNDS}
+    return {
+        **{name: each.count[name] for name in names},
+        "sizes": sizes,
+        "gpu": gpu.name,
+        "flops": each.flops,
+        "least_bytes": each.least_bytes,
+        "us": each.us,
+        "bound": each.bound,
+        "pipes": pipes,
+        "stale": each.stale,
+    }
 
 
 CALLS = ("operation", "backend", "dtype", "direction", "shape", "us", "bound by", "measured")
@@ -269,24 +358,25 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT, ops
     ops: only these operations; empty: all.
     """
     kept, parts = list(results), list[str]()
-    for gpu in GPUS.values():
-        found = rows(each for each in predict(gpu, kept, root) if not ops or each.count["operation"] in ops)
+    for gpu in (GPUS[name] for name in REPORTED):
+        found = rows(predict(gpu, kept, root, ops))
         if found:
             parts += [f"### Predicted for {figures(gpu)}", markdown(HEADER, found)]
     return ["## Predicted, not measured", HOW, *parts] if parts else []
 
 
+REPORTED = ("A100", "H100")
+
 HOW = """\
-Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. The counts of
-instructions and FLOPs then grow with the number of rows, tokens, choices, experts or matrices, those of bytes with the
-operation's least bytes (inputs read once, outputs written once). In plans by priority or expert choice, in Sinkhorn
-with given sums and in launches of the tree gate without matrix instructions, bytes grow as instructions do. *DRAM*:
-bytes over the bandwidth, each sector once. *issue*: SASS instructions of all warps, at four a cycle and multiprocessor;
-their number is estimated from that of PTX instructions (x SASS / PTX). *tensor*: FLOPs of matrix instructions over the
-peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a launch, products that
-torch's own library computes."""
-
-
-def figures(gpu: Gpu) -> str:
-    peaks = ", ".join(f"{name} {value:g} TFLOP/s" for name, value in gpu.tflops.items())
-    return f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.ghz:g} GHz, {gpu.gb_per_s:g} GB/s, {peaks}"
+Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape, and for
+experts at two, so that the part of a count that grows with the rows is told from the part that grows with the experts.
+A launch takes at least the longest of these times. *DRAM*: bytes over the bandwidth, each 32-byte sector once. *L2*:
+bytes of all requests over its bandwidth. *shared*: passes of shared memory and shuffles. *issue*: SASS instructions of
+all warps, at four a cycle and multiprocessor; their number is estimated from that of PTX instructions (x SASS / PTX).
+*tensor*: FLOPs of matrix instructions over the peak. *fp32, fp64, integer, special*: results over the lanes of that
+pipe; integers and comparisons have half of the issue rate. *latency*, for kernels with matrix instructions: the loop of
+products, and the share of the time in which all blocks of a multiprocessor are before their first or behind their last
+product. Within a multiprocessor a last wave of
+blocks that is not full takes as long as a full one. A call takes the sum of its launches, and at least its FLOPs over
+their pipe's peak and its least bytes (inputs read once, outputs written once) over the bandwidth. Not predicted:
+stalls, the cost of a launch; products that torch's own library computes are taken at their peak."""

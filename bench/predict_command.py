@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +36,7 @@ def predict_command(
     every: Annotated[
         bool, typer.Option("--all", help="Every launch, with its counts and each resource, in a wide table.")
     ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every call to this file.")] = None,
     verified: Annotated[bool, typer.Option("--verify", help="Also verify the executed PTX, for the ledger.")] = False,
 ) -> None:
     """Predicts the least time of GPU kernels from counts of executed PTX; nothing is measured.
@@ -52,10 +55,12 @@ def predict_command(
     except counting.NoExecutor as error:
         console.print(str(error), soft_wrap=True)
         raise typer.Exit(2) from None
-    found = predict.predict(chosen, merging.read())
-    found = [each for each in found if each.count["backend"] in kernels and (not ops or each.count["operation"] in ops)]
+    found = predict.predict(chosen, merging.read(), ops=ops)
+    found = [each for each in found if each.count["backend"] in kernels]
     if size:
         found = [each for one in found for each in predict.resized(one, sizes(size), chosen)]
+    if json_file:
+        json_file.write_text(json.dumps([predict.record(each, chosen) for each in found], indent=1) + "\n")
     title = f"PREDICTED, not measured: {predict.figures(chosen)}"
     if every:
         print_table(title, predict.HEADER, predict.rows(found))

@@ -8,27 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from bench import counting, document, ledger, predict, registry
+from bench.gpus import Gpu
 from tests.helpers.bench import run
 from tests.ptx.summary import triton_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = predict.Gpu("Some GPU", 100, 1.0, 1000, {"bfloat16": 200})
+# Lanes: 4 of FP32, 2 of FP64 and integers, 1 of MUFU; 200 FLOPs of products a cycle and multiprocessor.
+GPU = Gpu("Some GPU", 100, 1.0, 1000, {"bfloat16": 20}, fp32=4, fp64=2, integer=2, special=1, l2=10)
+SCALE = 1000
 
 
 def launched(**changes) -> dict:
-    counts = {"kernel": "k", "warp_instructions": 400, "bytes_read": 600, "bytes_written": 400, "tensor_flops": 0}
-    return counts | changes
+    """The counts of a launch of 100 blocks at the full shape, where each count is SCALE times as large."""
+    counts = dict.fromkeys(counting.GROWING, 0) | {"warp_instructions": 400, "bytes_read": 300, "bytes_written": 200}
+    counts |= {"kernel": "k", "threads": 128, "shared_bytes": 1024} | changes
+    full = {name: SCALE * counts[name] for name in counting.GROWING} | {"blocks": counts["blocks"] or 100}
+    return counts | {"full": full}
 
 
 def counted(*launches: dict, **changes) -> dict:
-    facts = {"operation": "kwta", "backend": "cuda", "dtype": "bfloat16", "direction": "forward", "shape": "R=8 N=4"}
-    facts |= {"counted_shape": "R=4 N=4", "grows": 1000.0, "bytes_grow": 500.0, "elements": 16, "date": "2026-11-23"}
-    return facts | {"sources": "", "launches": list(launches)} | changes
+    facts = {"operation": "kwta", "backend": "cuda", "dtype": "bfloat16", "direction": "forward"}
+    facts |= {"shape": "R=8 N=4 p=0.5", "counted_shape": "R=4 N=4 p=0.5", "capability": 80, "torch_products": False}
+    return facts | {"elements": 16, "date": "2026-11-23", "sources": "", "launches": list(launches)} | changes
+
+
+def made(each: dict, stale: bool = False) -> predict.Prediction:
+    return replace(predict.prediction(each, GPU, stale), floors={"DRAM": 0.0, "tensor": 0.0})
 
 
 @pytest.fixture
@@ -44,69 +53,102 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("launch", "us", "factor", "bound"),
     [
-        # 1000 bytes x bytes_grow / 1 TB/s; 400 instructions x grows x factor 1.3 / (100 SMs x 4 a cycle x 1 GHz)
-        (launched(), (0.5, 1.3, 0.0), 1.3, "issue"),
-        (launched(bytes_read=4600), (2.5, 1.3, 0.0), 1.3, "DRAM"),
-        (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # the launch's own bytes_grow
-        # Kernels with matrix instructions have factor 0.9; 1e6 FLOPs x grows / 200 TFLOP/s.
-        (launched(tensor_flops=10**6), (0.5, 0.9, 5.0), 0.9, "tensor"),
+        # 500 bytes x 1000 / 1 TB/s; 400 instructions x 1000 x factor 1.3 / (100 SMs x 4 a cycle x 1 GHz)
+        (launched(), {"DRAM": 0.5, "issue": 1.3}, 1.3, "issue"),
+        (launched(bytes_read=2300), {"DRAM": 2.5, "issue": 1.3}, 1.3, "DRAM"),
+        # 10 sectors of 32 bytes x 1000 / 10 GB/s
+        (launched(sectors=10), {"DRAM": 0.5, "issue": 1.3, "L2": 32.0}, 1.3, "L2"),
+        # Results x 1000 / (100 SMs x lanes x 1 GHz)
+        (launched(fp32=4000), {"DRAM": 0.5, "issue": 1.3, "fp32": 10.0}, 1.3, "fp32"),
+        (launched(fp64=4000), {"DRAM": 0.5, "issue": 1.3, "fp64": 20.0}, 1.3, "fp64"),
+        (launched(integer=4000), {"DRAM": 0.5, "issue": 1.3, "integer": 20.0}, 1.3, "integer"),
+        (launched(special=4000), {"DRAM": 0.5, "issue": 1.3, "special": 40.0}, 1.3, "special"),
+        # 600 passes and 12,800 shuffled results, 32 a cycle
+        (launched(passes=600, shuffle=12800), {"DRAM": 0.5, "issue": 1.3, "shared": 10.0}, 1.3, "shared"),
+        # Kernels with matrix instructions have factor 0.9; 1e5 FLOPs x 1000 / 20 TFLOP/s.
+        (launched(tensor_flops=10**5), {"DRAM": 0.5, "issue": 0.9, "tensor": 5.0}, 0.9, "tensor"),
+        # 101 blocks on 100 multiprocessors take as long as 200; memory does not wait for the last of them.
+        (launched(blocks=101), {"DRAM": 0.5, "issue": 1.3 * 200 / 101}, 1.3, "issue"),
+        (launched(blocks=25), {"DRAM": 0.5, "issue": 1.3 * 4}, 1.3, "issue"),
     ],
 )
-def test_a_launch_takes_the_longest_of_three_times(launch, us, factor, bound):
+def test_a_launch_takes_the_time_of_its_slowest_resource(launch, us, factor, bound):
     found = predict.launch(launch, counted(launch), GPU)
-    assert found.us == pytest.approx(us)
-    assert (found.factor, found.bound, found.least) == (factor, bound, pytest.approx(max(us)))
+    assert found.us == pytest.approx(dict.fromkeys(predict.BOUNDS, 0.0) | us)
+    assert (found.factor, found.bound, found.least) == (factor, bound, pytest.approx(max(us.values())))
+
+
+def test_products_take_at_least_the_time_of_a_block_alone():
+    """400 blocks of 4 warps, 4 for each multiprocessor, two side by side (256 registers x 128 threads)."""
+    launch = launched(blocks=400, tensor_flops=10**5, warp_instructions=4000, loop_instructions=3000)
+    assert predict.side_by_side(launch, GPU) == 2
+    assert predict.side_by_side(launch | {"shared_bytes": 90 * 1024}, GPU) == 1
+    assert predict.side_by_side(launch | {"threads": 256}, GPU) == 1
+    found = predict.launch(launch, counted(launch), GPU)
+    # The loop: 5 us of products or 0.9 x 3e6 instructions at 4 a cycle, in 4 rounds. Outside: two reads and
+    # 0.9 x 1e6 instructions of 400 x 4 warps, 2 cycles each.
+    loop, outside = max(1250, 0.9 * 3e6 / 4 / 400), 1000 + 0.9 * 1e6 / 1600 * 2
+    a = loop / outside
+    assert found.us["latency"] == pytest.approx(4 * loop / (1 - 1 / (1 + 2 * a + 2 * a * a)) / 1e3)
+    alone = launch | {"threads": 256}  # one block
+    assert predict.launch(alone, counted(alone), GPU).us["latency"] == pytest.approx(
+        4 * (loop + 1000 + 0.9 * 1e6 / 3200 * 2) / 1e3
+    )
 
 
 def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
-    each = counted(launched(), launched(bytes_read=4600))
+    each = counted(launched(), launched(bytes_read=4300))
     counting.write([each], tree)
     (found,) = predict.predict(GPU, (), tree)
-    assert found.us == pytest.approx(1.3 + 2.5)
+    assert found.us == pytest.approx(1.3 + 4.5)
     assert found.bound == "DRAM"
     assert found.instructions_per_element == 32 * 800 / 16
     assert found.measured_over_predicted is None
-    figure = {"op": "kwta", "us": 7.6} | {key: each[key] for key in ("backend", "dtype", "direction", "shape")}
+    figure = {"op": "kwta", "us": 11.6} | {key: each[key] for key in ("backend", "dtype", "direction", "shape")}
     result = {"gpu": True, "device": "NVIDIA Some GPU 80GB", "entries": [{"figures": [figure]}]}
     assert predict.predict(GPU, [result], tree)[0].measured_over_predicted == pytest.approx(2.0)
     for other in ({"device": "NVIDIA Some GPUX"}, {"gpu": False}):
         assert predict.predict(GPU, [result | other], tree)[0].measured_over_predicted is None
     table = predict.rows([found])
-    assert [row[5] for row in table] == ["k", "k", "all"]
+    assert [row[5] for row in table] == ["k", "k", "call"]
     assert all("(stale)" in row[0] for row in table)  # counted from other sources
     assert all("predicted" in name for name in predict.HEADER if " us" in name or name == "us")
 
 
 def test_rows_of_launches_and_their_sum_by_hand():
-    """Two launches: DRAM takes 0.5 and 9.5 us, instructions 1.3 and 6.5 us, products nothing."""
-    launches = [launched(kernel="a"), launched(kernel="b", bytes_read=18600, warp_instructions=2000)]
-    each = counted(*launches)
-    made = predict.Prediction(each, tuple(predict.launch(one, each, GPU) for one in launches), False, 1.5)
-    key = ("kwta", "cuda", "bfloat16", "forward", "R=8 N=4")
-    a, b, every = predict.rows([made])
+    """Two launches: DRAM takes 0.5 and 9.5 us, instructions 1.3 and 6.5 us, other resources nothing."""
+    each = counted(launched(kernel="a"), launched(kernel="b", bytes_read=9300, warp_instructions=2000))
+    a, b, every = predict.rows([replace(made(each), measured_over_predicted=1.5)])
+    key = ("kwta", "cuda", "bfloat16", "forward", "R=8 N=4 p=0.5")
+    times = {"a": ("0.5", "1.3"), "b": ("9.5", "6.5"), "call": ("10", "7.8")}
+    shown = {
+        name: tuple({"DRAM": dram, "issue": issue}.get(bound, "0") for bound in predict.BOUNDS)
+        for name, (dram, issue) in times.items()
+    }
     # 32 threads a warp instruction, 16 elements: 400 and 2000 instructions at the counted shape.
-    assert a == (*key, "a", "800.0", "1.3", "0.5", "1.3", "0", "1.3", "issue", "")
-    assert b == (*key, "b", "4000.0", "1.3", "9.5", "6.5", "0", "9.5", "DRAM", "")
-    assert every == (*key, "all", "4800.0", "", "10", "7.8", "0", "10.8", "DRAM", "1.50")
-    (alone,) = predict.rows([predict.Prediction(counted(launches[0]), made.launches[:1], True, 2.0)])
-    assert (alone[0], alone[-1]) == ("kwta (stale)", "2.00")
-    several = (*made.launches[:1] * 3, made.launches[1])
-    assert predict.Prediction(each, several, False).bound == "DRAM"  # most launches are bound by issue, 3.9 us of 13.4
+    assert a == (*key, "a", "800.0", "1.3", *shown["a"], "1.3", "issue", "")
+    assert b == (*key, "b", "4000.0", "1.3", *shown["b"], "9.5", "DRAM", "")
+    assert every == (*key, "call", "4800.0", "", *shown["call"], "10.8", "DRAM", "1.50")
+    several = counted(*[launched()] * 3, launched(bytes_read=9300))
+    assert made(several).bound == "DRAM"  # most launches are bound by issue, 3.9 us of 13.4
 
 
-def test_counts_grow_by_the_named_sizes_and_bytes_by_the_least_bytes():
-    kwta = registry.ENTRIES["kwta"]
-    case = counting.Case("kwta", kwta, {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",))
+def test_a_part_of_a_count_grows_with_the_experts_and_the_rest_with_the_tokens():
+    one = launched(bytes_read=700, tensor_flops=64)
+    two = launched(bytes_read=800, tensor_flops=128)  # twice the tokens: 600 bytes of weights, 100 of rows
+    full = counting._extrapolated(one, two, ratio=16, scale=256)
+    assert full["bytes_read"] == 600 * 16 + 100 * 256
+    assert full["tensor_flops"] == 64 * 256
+    assert full["bytes_written"] == 200 * 16
+    with pytest.raises(RuntimeError, match="bench predict: k and k are not the same launch"):
+        counting._extrapolated(one, two | {"threads": 256}, 16, 256)
+
+
+def test_counts_grow_by_the_named_sizes():
+    case = counting.Case("kwta", registry.ENTRIES["kwta"], {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",))
     assert case.counted_shape == {"R": 64, "N": 100, "p": 0.1}
-    assert case.scale() == case.bytes_scale(torch.float32, "training") == 128
-    own = replace(case, shape={"R": 8192, "N": 4096, "p": 0.1}, small={"R": 64, "N": 128}, own_bytes=True)
-    assert own.scale() == own.bytes_scale(torch.float32, "forward") == 128
-    assert replace(own, own_bytes=False).bytes_scale(torch.float32, "forward") == 128 * 32
-    full = {"T": 1024, "D": 8, "H": 4, "E": 16, "K": 4}
-    experts = counting.Case("expert_mlp", registry.ENTRIES["expert_mlp"], full, {"T": 64, "K": 2, "E": 2}, ("T", "K"))
-    assert experts.scale() == 16 * 2
-    least = [2 * tokens * 8 + 2 * count * 8 * 4 + tokens * k for tokens, count, k in ((1024, 16, 4), (64, 2, 2))]
-    assert experts.bytes_scale(torch.float32, "forward") == pytest.approx(least[0] / least[1])
+    assert case.scale() == 128
+    assert case.twice.counted_shape == {"R": 128, "N": 100, "p": 0.1}
 
 
 def test_a_gpu_without_a_peak_is_named():
@@ -131,6 +173,43 @@ def test_every_gpu_kernel_was_counted(backend):
     for gpu in predict.GPUS.values():
         for each in predict.predict(gpu):
             assert all(launch.least > 0 for launch in each.launches)
+
+
+@pytest.mark.parametrize("gpu", predict.GPUS.values(), ids=lambda gpu: gpu.name)
+def test_no_call_is_predicted_below_what_physics_allows(gpu):
+    found = predict.predict(gpu)
+    assert found
+    for each in found:
+        short = each.count["dtype"] in ("bfloat16", "float16")
+        peak = gpu.peak(each.count["dtype"]) if short else 2e9 * gpu.multiprocessors * gpu.ghz * gpu.fp32
+        assert each.us >= (1 - 1e-9) * 1e6 * max(each.flops / peak, each.least_bytes / (gpu.gb_per_s * 1e9))
+        assert each.us >= (1 - 1e-9) * sum(one.us["DRAM"] for one in each.launches)
+
+
+def launches(op: str, backend: str, shape: str, direction: str = "training") -> dict[str, predict.Launch]:
+    """Of the predicted call on an A100 whose shape begins like this: launches, by kernel."""
+    for each in predict.predict(predict.GPUS["A100"], ops=(op,)):
+        found = tuple(each.count[name] for name in ("backend", "direction"))
+        if found == (backend, direction) and each.count["shape"].startswith(shape):
+            return {one.kernel: one for one in each.launches}
+    raise AssertionError(f"{op} {shape} was not counted")
+
+
+def test_times_computed_by_hand():
+    """On an A100. Eight choices' rows of 2048 in bfloat16 for 32768 tokens, in and out: 1.2 GB. 65 GFLOP of FP32 lanes,
+    with 384 columns for 352. 0.825 TFLOP of a weight's gradient, of which one block has 2048 rows."""
+    rows = (32768 * 8 + 32768) * 2048 * 2
+    for backend in ledger.GPU_BACKENDS:
+        sums = launches("expert_mlp", backend, "T=32768 D=2048")
+        combined = sums[{"triton": "combine_fwd", "cuda": "combine_kernel"}[backend]]
+        assert combined.us["DRAM"] == pytest.approx(1e6 * rows / 1940e9, rel=0.01)
+        weight = launches("grouped_gemm", backend, "T=32768 D=2048")
+        (gradient,) = (one for name, one in weight.items() if "weight" in name or "wgrad" in name)
+        assert gradient.us["tensor"] == pytest.approx(1e6 * 2 * 32768 * 8 * 2048 * 768 / 312e12, rel=0.01)
+    product = launches("grouped_gemm", "triton", "T=32768 D=352", "forward")["grouped_gemm_fwd"]
+    lanes = 108 * 64 * 1.41e3
+    assert product.us["fp32"] == pytest.approx(32768 * 8 * 352 * 384 / lanes, rel=0.05)
+    assert product.bound == "fp32"
 
 
 def test_gpus_are_known_or_given_by_their_figures():

@@ -20,27 +20,44 @@ def instructions(text: str) -> list[Instruction]:
     return [Instruction(int(address, 16), *rest) for address, *rest in LINE.findall(text)]
 
 
+PRODUCT = re.compile(r"HG?MMA")
+
+
 def hot_loop(code: list[Instruction]) -> int:
-    """The number of instructions of the longest innermost loop of a kernel, 0 if the kernel has no loop.
+    """The number of instructions of the loop in which a kernel spends its time, 0 if the kernel has no loop.
+
+    That is the smallest loop with matrix instructions: loops within it wait for copies, and longer innermost loops
+    store the sums. In kernels without matrix instructions in a loop it is the longest innermost loop.
 
     A branch makes a loop if its target dominates it: every path from the kernel's start to the branch visits the
     target. The loop has the blocks on the paths from the target to the branch. A jump to code after the kernel's end
     (BRA.DIV) and back makes no loop.
     """
-    blocks, successors = _graph(code)
+    bounds, successors = _graph(code)
     loops: dict[int, int] = {}  # by the first block of a loop: the bit set of its blocks
     above = _dominators(successors)
     for block, targets in enumerate(successors):
         for target in targets:
             if above[block] >> target & 1:
                 loops[target] = loops.get(target, 0) | _reaching(block, target, successors)
+    products = sum(
+        1 << block
+        for block, (start, end) in enumerate(pairwise(bounds))
+        if any(PRODUCT.match(each.name) for each in code[start:end])
+    )
+
+    def size(loop: int) -> int:
+        return sum(end - start for block, (start, end) in enumerate(pairwise(bounds)) if loop >> block & 1)
+
+    multiplying = [size(each) for each in loops.values() if each & products]
+    if multiplying:
+        return min(multiplying)
     inner = [each for head, each in loops.items() if not any(each >> other & 1 for other in loops if other != head)]
-    sizes = [sum(blocks[k] for k in range(len(blocks)) if each >> k & 1) for each in inner]
-    return max(sizes, default=0)
+    return max(map(size, inner), default=0)
 
 
 def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
-    """For each basic block the number of its instructions, and the blocks that may follow it."""
+    """The first instruction of each basic block and the end of the last, and for each the blocks that may follow it."""
     place = {each.address: k for k, each in enumerate(code)}
     goes = {k: _target(each, place) for k, each in enumerate(code) if each.name.startswith(("BRA", "EXIT", "RET"))}
     starts = {0, *(k + 1 for k in goes), *(target for target in goes.values() if target is not None)}
@@ -57,7 +74,7 @@ def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
     # Blocks that cannot be reached from the first (padding, called functions) get no successors, so they make no loops.
     reached = _reached(successors)
     successors = [targets if reached >> each & 1 else [] for each, targets in enumerate(successors)]
-    return [end - start for start, end in pairwise(bounds)], successors
+    return bounds, successors
 
 
 def _target(each: Instruction, place: dict[int, int]) -> int | None:
