@@ -48,14 +48,10 @@ def count(result: Result) -> dict[str, Any]:
     c = result.counters[:-1]
     found = classes(result.kernel)
     lanes = dict.fromkeys(CLASSES, 0)
-    memory = {(name, kind): 0 for name in ("global", "shared") for kind in ("requests", "sectors", "ideal")}
     for index, name in enumerate(found):
         lanes[name] += int(c["lanes"][index])
-        if name in ("global", "shared", "copy", "tensor"):
-            # The counters of a cp.async sum its accesses to global and to shared memory. Here all count as global.
-            where = "shared" if name in ("shared", "tensor") else "global"
-            for kind in ("requests", "sectors", "ideal"):
-                memory[where, kind] += int(c[kind][index])
+    in_memory = [index for index, name in enumerate(found) if name in ("global", "copy")]
+    memory = {name: int(c[name][in_memory].sum()) for name in ("requests", "sectors", "ideal")}
     return {
         "kernel": result.kernel.title,
         "grid": list(result.grid),
@@ -63,11 +59,11 @@ def count(result: Result) -> dict[str, Any]:
         "shared_bytes": result.shared,
         "warp_instructions": int(c["runs"].sum()),
         "instructions": {name: n for name, n in lanes.items() if n},
-        "sectors": memory["global", "sectors"],
-        "ideal_sectors": memory["global", "ideal"],
-        "requests": memory["global", "requests"],
-        "bank_passes": memory["shared", "sectors"],
-        "ideal_passes": memory["shared", "ideal"],
+        "sectors": memory["sectors"],
+        "ideal_sectors": memory["ideal"],
+        "requests": memory["requests"],
+        "bank_passes": int(c["passes"].sum()),
+        "ideal_passes": int(c["least"].sum()),
         "bytes_read": result.bytes_read,
         "bytes_written": result.bytes_written,
         "barriers": result.barriers,

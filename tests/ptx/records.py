@@ -24,7 +24,7 @@ RECORD = np.dtype(
     ],
     align=True,
 )
-COUNTERS = np.dtype([(name, "u8") for name in ("runs", "lanes", "requests", "sectors", "ideal")])
+COUNTERS = np.dtype([(name, "u8") for name in ("runs", "lanes", "requests", "sectors", "ideal", "passes", "least")])
 
 _u32, _u64, _at = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 

@@ -207,7 +207,6 @@ void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 siz
     passes += longest;
     least += (count + 31) / 32;
   }
-  c.requests++;
-  c.sectors += passes;
-  c.ideal += least;
+  c.passes += passes;
+  c.least += least;
 }

@@ -37,9 +37,11 @@ struct Record {  // a decoded instruction
 struct Counters {
   u64 runs;      // executions by warps
   u64 lanes;     // lanes that took part, summed over the executions
-  u64 requests;  // accesses of warps to memory; of a bulk copy: boxes copied; of a branch: divergences
-  u64 sectors;   // global memory: sectors of 32 bytes; shared memory: passes over the banks; cp.async: the sum of both
-  u64 ideal;     // sectors that the lanes' bytes would fill side by side; passes without bank conflicts
+  u64 requests;  // accesses of warps to global memory; of a bulk copy: boxes copied; of a branch: divergences
+  u64 sectors;   // of 32 bytes of global memory
+  u64 ideal;     // sectors that the lanes' bytes would fill side by side
+  u64 passes;    // over the banks of shared memory
+  u64 least;     // passes without bank conflicts
 };
 
 // Memory that a kernel may access.
