@@ -129,7 +129,7 @@ def test_every_combination_of_nodes(target, experts):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
+    "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40), (2, 1100, 2, 3), (2, 1280, 1, 3)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
     arguments = drawn(*sizes, device=target.device)
