@@ -1,5 +1,4 @@
-"""What eager code may do and a recorded graph may not: a decorator for functions that torch.compile must not trace, and
-whether values can be read."""
+"""A decorator for functions that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -9,11 +8,8 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode in which make_fx records
 
 
 def on_the_host(reason: str) -> Callable[[Function], Function]:
@@ -39,10 +35,3 @@ def on_the_host(reason: str) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return decorate
-
-
-def has_values(x: Tensor) -> bool:
-    """Whether code may depend on the values of x: x is on the CPU, where reading waits for no device, and no graph is
-    recorded, which would keep these values for every input. Tensors of another class, as a FakeTensor, have none."""
-    recorded = is_compiling() or torch.jit.is_tracing()
-    return type(x) is Tensor and x.is_cpu and not recorded and torch._C._get_dispatch_mode(_PROXY) is None

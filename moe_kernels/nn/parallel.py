@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from moe_kernels.nn._compile import has_values
+from moe_kernels import sizes
 from moe_kernels.nn._mask import call_with_mask
 from moe_kernels.nn.experts import ExpertMLP, Experts
 from moe_kernels.nn.gates import GateOutput
@@ -318,7 +318,7 @@ class GlobalPolicy:
         plan, weights = call_with_mask("GlobalPolicy", self.policy, everyone, training, mask=mask)
         # slot_expert is -1 for dropped choices, so a capacity only makes this rank's plan shorter. Where the number of
         # rows in use can be read, none is needed. Else num_rows is min(T K, E capacity), T the tokens of all ranks.
-        shortened = has_values(plan.kept) or plan.num_rows == plan.slot_row.numel()
+        shortened = sizes.has_values(plan.kept) or plan.num_rows == plan.slot_row.numel()
         capacity = None if shortened else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         kept = rows_in_use(kept)

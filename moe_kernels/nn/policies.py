@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_kernels.nn._compile import has_values
+from moe_kernels import sizes
 from moe_kernels.nn._invariance import refuse_comparison
 from moe_kernels.nn._mask import check_mask, scaled
 from moe_kernels.nn.gates import GateOutput
@@ -323,7 +323,7 @@ def rows_in_use(plan: RoutingPlan) -> RoutingPlan:
     gradients stay as they were, and no operation runs over the others: with 16 experts, of which a token uses 4, over a
     quarter of the rows.
     """
-    if not has_values(plan.expert_offsets):
+    if not sizes.has_values(plan.expert_offsets):
         return plan
     rows = int(plan.expert_offsets[-1])
     return replace(plan, row_token=plan.row_token[:rows], row_choice=plan.row_choice[:rows])

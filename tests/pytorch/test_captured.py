@@ -16,8 +16,7 @@ import moe_kernels as mk
 from bench import captured
 from bench.captured import WARM_UP, Training, batches, compare
 from moe_kernels import nn as mnn
-from moe_kernels.nn import policies
-from moe_kernels.nn.gates import gate as gate_module
+from moe_kernels import sizes
 from tests.helpers.layers import EVERY, D, E, H, layer
 from tests.helpers.tape import CaptureError, Tape, record
 from tests.helpers.targets import INTERPRET, TARGETS
@@ -29,13 +28,7 @@ def _capturable(monkeypatch):
     """torch refuses AdamW(capturable=True) for tensors on the CPU, although it computes what it computes on a GPU."""
     supported = adam._get_capturable_supported_devices
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *given, **o: [*supported(*given, **o), "cpu"])
-
-
-@pytest.fixture(autouse=True)
-def _values_unread(monkeypatch):
-    """As on a GPU, ids are not checked and plans keep their unused rows."""
-    for module in (gate_module, policies):
-        monkeypatch.setattr(module, "has_values", lambda x: False)
+    monkeypatch.setattr(sizes, "has_values", lambda x: False)  # as on a GPU: plans keep the rows that are not in use
 
 
 @pytest.mark.parametrize(("name", "dtype"), captured.checks())

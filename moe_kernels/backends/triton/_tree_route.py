@@ -83,8 +83,8 @@ def _tree_route_fwd(
     place, tree = tl.arange(0, 32), tl.arange(0, BLOCK_K)
     x_ptr += token * x_stride * UNIT
     held = (_piece(x_ptr, 0, P, BLOCK_P, EVEN),)
-    for piece in tl.static_range(1, HELD):
-        held = held + (_piece(x_ptr, piece * BLOCK_P, P, BLOCK_P, EVEN),)  # noqa: RUF005 Triton does not unpack
+    for piece in tl.static_range(1, HELD):  # Triton cannot unpack a tuple
+        held = held + (_piece(x_ptr, piece * BLOCK_P, P, BLOCK_P, EVEN),)  # type: ignore  # noqa: RUF005
     chosen = tl.full((BLOCK_K,), -1, tl.int32)
     sums = tl.zeros((BLOCK_K,), tl.float32)
     highest = LOWEST
@@ -132,7 +132,7 @@ def _tree_route_fwd(
         sums = tl.fma(sums, tl.exp(highest - higher), tl.where(tree == owner, tl.exp(a - higher), 0.0))
         highest = higher
         tl.store(visited_ptr + token * K + k, visited)
-        tl.store(unsaturated_ptr + token * K + k, (undecided >= best).to(tl.uint8))
+        tl.store(unsaturated_ptr + token * K + k, tl.where(undecided >= best, 1, 0).to(tl.uint8))
     weights = tl.where(chosen < 0, 0.0, tl.div_rn(sums, tl.sum(sums)))
     tl.store(weights_ptr + token * K + tree, weights, mask=tree < K)
     tl.store(experts_ptr + token * K + tree, chosen, mask=tree < K)
