@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import ledger
 from bench.tables import markdown, microseconds
-from moe_kernels.backends import ALIASES, NAMES
+from moe_kernels.backends import ALIASES, FILES, KERNELS, NAMES, missing
 
 README = ledger.ROOT / "README.md"
 
@@ -21,10 +21,25 @@ GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A row for each operation: the state of each backend, and how many times as fast as PyTorch it is."""
     rows = [
-        (f"`{op}`", *(state + _ratios(op, backend, results, root) for backend, state in by_backend.items()))
+        (
+            f"`{op}`",
+            *(state + _ratios(op, each, results, root) + lacking(op, each) for each, state in by_backend.items()),
+        )
         for op, by_backend in ledger.states(results, root).items()
     ]
     return markdown(["operation", *NAMES], rows)
+
+
+def lacking(op: str, backend: str) -> str:
+    """Such as "; no `plan_priority`": the operations of the row `op` that this backend does not implement but another
+    one does. A backend that is not installed is taken to have them."""
+
+    def has(backend: str, name: str) -> bool:
+        return missing(backend, name) != f"{backend} does not implement {name}"
+
+    names = [name for name, file in FILES.items() if file == op and not has(backend, name)]
+    found = [f"`{name}`" for name in names if any(has(other, name) for other in KERNELS)]
+    return f"; no {', '.join(found)}" if found else ""
 
 
 def _ratios(op: str, backend: str, results: list[ledger.Result], root: Path) -> str:

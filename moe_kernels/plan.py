@@ -38,7 +38,8 @@ class RoutingPlan:
 
     R = min(T * K, E * capacity), or T * K without a capacity: the host knows it without waiting for the device. Rows
     from expert_offsets[E] on are unused and have row_token = row_choice = -1; `dispatch` and `grouped_gemm` write zeros
-    to them. Shapes depend only on T, K, E and capacity.
+    to them. Shapes depend only on T, K, E and capacity. In eager mode on the CPU NonzeroWeights, MultiGateMoE and
+    GlobalPolicy cut off the unused rows, so that R is the number of rows in use.
 
     Four tokens, two choices each, two experts with room for two:
 

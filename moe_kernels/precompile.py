@@ -148,6 +148,7 @@ def record_launches(capability: int) -> Iterator[list[Launch]]:
             (_grouped_configs, "loop", lambda device: loop),
             (torch.Tensor, "new_empty", torch.Tensor.new_zeros),  # zeros are valid indices of experts and rows
             (sizes, "is_checked", lambda index: False),  # as on a GPU: plans of zeros do not agree with themselves
+            (sizes, "has_values", lambda x: False),  # as on a GPU: plans keep the rows that are not in use
             *_recorders(launches),
         ):
             changed.enter_context(_replaced(owner, name, value))

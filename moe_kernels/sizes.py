@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the number of columns, computed in kernels
 CLAMPED = "swiglu_clamped"  # also halves the number of columns, but PyTorch computes it
@@ -75,6 +76,19 @@ def is_checked(index: Tensor) -> bool:
     True on the CPU. On a GPU True only if MOE_KERNELS_CHECK is set, and neither empty nor 0: a check waits for the GPU.
     """
     return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether code outside operators may depend on the values of x: x is on the CPU, where reading waits for no device,
+    and no graph is recorded, which would keep them for every input. Tensors of other classes, as FakeTensor, have none.
+
+    Call it as sizes.has_values, which precompile replaces: it runs on the CPU what will run on a GPU.
+    """
+    recorded = is_compiling() or torch.jit.is_tracing()
+    return type(x) is Tensor and x.is_cpu and not recorded and torch._C._get_dispatch_mode(_PROXY) is None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode in which make_fx records
 
 
 def check_shapes(op: str, plan: Any) -> None:

@@ -32,7 +32,7 @@ from moe_kernels.nn._recompute import refuse_reentrant
 from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.gates import Gate, GateOutput
 from moe_kernels.nn.local_search import LocalSearch
-from moe_kernels.nn.policies import TokenChoice, nonzero_choices
+from moe_kernels.nn.policies import TokenChoice, nonzero_choices, rows_in_use
 from moe_kernels.ops._checks import check_choice, check_module, check_number
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.plan import make_plan
@@ -189,6 +189,7 @@ class MultiGateMoE(OutputModule):
         y_task = sum over e of gate_task(x)_e expert_e(x)
 
     An expert runs at most once for each token, and not at all if its weight for the token is exactly 0 in every task.
+    The plan has R = T min(E, the sum of the gates' K) rows; in eager mode on the CPU it has only the rows in use.
 
     Args:
         gates: one for each task, all over the same experts; a gate given for several tasks runs once.
@@ -234,7 +235,7 @@ class MultiGateMoE(OutputModule):
                 losses["permutation"] = self.search.regulariser(permutation)
         used = torch.stack([gate.detach() for gate in gates]).abs().sum(0)
         choices = nonzero_choices(used, k)
-        plan = make_plan(choices, self.experts.num_experts, order="token")
+        plan = rows_in_use(make_plan(choices, self.experts.num_experts, order="token"))
         rows, slots = self.experts(x, plan, None, part="rows"), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # the first task of a gate

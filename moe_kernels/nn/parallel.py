@@ -39,10 +39,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from moe_kernels import sizes
 from moe_kernels.nn._mask import call_with_mask
 from moe_kernels.nn.experts import ExpertMLP, Experts
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.nn.moe import Policy
+from moe_kernels.nn.policies import rows_in_use
 from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops._checks import check_int, check_module
 from moe_kernels.ops.combine import combine
@@ -314,10 +316,12 @@ class GlobalPolicy:
             mask = DTensor.from_local(mask, self.mesh, [Shard(0)]).full_tensor()
         everyone = replace(gate, weights=weights, experts=experts)
         plan, weights = call_with_mask("GlobalPolicy", self.policy, everyone, training, mask=mask)
-        # num_rows is min(T K, E capacity), T the tokens of all ranks. A capacity only makes this rank's plan shorter,
-        # since slot_expert is -1 for dropped choices; if num_rows is T K, it is not needed.
-        capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
+        # slot_expert is -1 for dropped choices, so a capacity only makes this rank's plan shorter. Where the number of
+        # rows in use can be read, none is needed. Else num_rows is min(T K, E capacity), T the tokens of all ranks.
+        shortened = sizes.has_values(plan.kept) or plan.num_rows == plan.slot_row.numel()
+        capacity = None if shortened else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
+        kept = rows_in_use(kept)
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
 
     def _check_tokens(self, tokens: int) -> None:

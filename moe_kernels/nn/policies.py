@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_kernels import sizes
 from moe_kernels.nn._invariance import refuse_comparison
 from moe_kernels.nn._mask import check_mask, scaled
 from moe_kernels.nn.gates import GateOutput
@@ -111,7 +112,8 @@ class TokenChoice:
 class NonzeroWeights:
     """A token goes to the experts whose weight is not exactly 0: dense-to-sparse training (COMET trees).
 
-    For gates that at first give every expert a weight and later give most experts 0, such as TreeGate. Causal.
+    For gates that at first give every expert a weight and later give most experts 0, such as TreeGate. Causal. In eager
+    mode on the CPU the plan has only the rows in use, elsewhere R = T K.
 
     Example:
         >>> gate = GateOutput.of_gates(torch.tensor([[0.7, 0.0, 0.3], [0.0, 1.0, 0.0]]))
@@ -124,7 +126,8 @@ class NonzeroWeights:
         _check("NonzeroWeights", gate, mask)
         gates = gate.gates
         choices = nonzero_choices(gates.detach(), gate.experts.shape[1])
-        return make_plan(choices, gate.num_experts, order="token"), gates.gather(1, choices.clamp(min=0).long())
+        plan = rows_in_use(make_plan(choices, gate.num_experts, order="token"))
+        return plan, gates.gather(1, choices.clamp(min=0).long())
 
 
 @dataclass(frozen=True)
@@ -311,3 +314,16 @@ def nonzero_choices(gates: Tensor, k: int) -> Tensor:
     experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device)
     choices = torch.where(gates != 0, experts, -1)
     return choices if k >= choices.shape[1] else choices.topk(k).values
+
+
+def rows_in_use(plan: RoutingPlan) -> RoutingPlan:
+    """The plan with R the number of rows in use, in eager mode on the CPU; elsewhere `plan` itself.
+
+    A GPU's host would wait for the number, and a graph would keep it. Rows in use are first, so their values and
+    gradients stay as they were, and no operation runs over the others: with 16 experts, of which a token uses 4, over a
+    quarter of the rows.
+    """
+    if not sizes.has_values(plan.expert_offsets):
+        return plan
+    rows = int(plan.expert_offsets[-1])
+    return replace(plan, row_token=plan.row_token[:rows], row_choice=plan.row_choice[:rows])

@@ -418,7 +418,8 @@ def tree_route(
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.
         statistics: whether to return RouteStatistics as well.
-        backend: "reference", "cpu" or "cuda"; None: automatic choice (see moe_kernels.explain).
+        backend: "reference", "cpu", "triton" or "cuda"; None: automatic choice (see moe_kernels.explain). GPU kernels
+            take K up to 1024.
 
     Returns:
         weights (T, K) and experts (T, K) int32; column k belongs to tree k. Weights are in the dtype of x, computed in

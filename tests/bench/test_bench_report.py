@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from bench import compare, document, ledger, merging, plot, report, summary
 from bench.console import console, print_lines, print_table
+from moe_kernels.backends import NAMES
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
 
@@ -365,6 +366,15 @@ def test_a_state_is_not_shown_with_the_ratio_of_another_device(tree: Path) -> No
     assert "| verified 2026-02-01 on Another GPU |" in table
 
 
+def test_the_table_says_what_a_backend_does_not_have() -> None:
+    found = {(op, name): report.lacking(op, name) for op in ("plan", "tree_gate", "kwta") for name in NAMES}
+    assert {key: said for key, said in found.items() if said} == {
+        ("plan", "cuda"): "; no `plan_expert_choice`, `plan_priority`"
+    }
+    row = next(line for line in report.operations([]).splitlines() if line.startswith("| `plan`"))
+    assert row.endswith("; no `plan_expert_choice`, `plan_priority` |")
+
+
 def test_a_readme_without_markers_is_an_error(tree: Path) -> None:
     with pytest.raises(ValueError, match="operations:begin"):
         report.rendered("# Title\n", [], tree)
@@ -431,7 +441,7 @@ def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, mon
 def test_sources_are_found_in_every_folder():
     found = {path.relative_to(ledger.ROOT).as_posix() for path in ledger.sources("tree_gate", "triton")}
     kernels = "moe_kernels/backends/triton/tree_gate.py"
-    packages = {"moe_kernels/backends/triton/__init__.py"}
+    packages = {f"moe_kernels/backends/triton/{name}.py" for name in ("__init__", "_tree_route", "_tree_steps")}
     cases = {"moe_kernels/cases/tree_gate.py", "moe_kernels/cases/call.py"}
     native = "moe_kernels/backends/native/tree_gate.py"
     expected = packages | cases | {"moe_kernels/ops/tree_gate.py", kernels, native}

@@ -95,6 +95,7 @@ SIZES = [  # operation, function of n that makes its tensors, backend, smallest 
     ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), "cuda", 4097),
     ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), "triton", 4097),
     ("tree_route", lambda n: (on_gpu(3, 4), on_gpu(n, 3, 4)), "cuda", 1025),
+    ("tree_route", lambda n: (on_gpu(3, 4), on_gpu(n, 3, 4)), "triton", 1025),
 ]
 
 

@@ -219,7 +219,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert sparse.plan.num_rows == T
     several = [gates[1], TopKGate(D, E, 1).double()]
     out = MultiGateMoE(several, experts)(x)
-    assert out.plan.num_rows == 2 * T
+    assert out.plan.num_rows == out.plan.kept.sum() <= 2 * T
     for y, gate in zip(out.y, several, strict=True):
         torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
 

@@ -176,7 +176,7 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
     rows = read(tmp_path / "permutation.csv")
     assert len(rows) == 2 * (4 + 2 * 2)
     for row in rows:
-        assert 0 < float(row["test loss"]) < 9
+        assert 0 < float(row["test loss"]) < 12  # 3.5 to 10.7 over six seeds
         if row["arm"] in ("random", "best"):
             best, after, mean = (float(row[name]) for name in ("best of all", "after", "mean of all"))
             assert best <= after + 1e-9

@@ -48,7 +48,8 @@ def test_info_lists_operations_in_another_operations_file() -> None:
     assert set(verify.OPERATIONS) <= set(listed)
     for op in listed:
         assert backends.missing("reference", op) is None
-    assert re.search(r"^tree_route +triton +no +triton does not implement tree_route$", info.describe(), re.MULTILINE)
+    assert re.search(r"^harden +triton +no +no Triton kernel$", info.describe(), re.MULTILINE)
+    assert re.search(r"^plan_priority +cuda +no +cuda does not implement plan_priority$", info.describe(), re.MULTILINE)
 
 
 def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

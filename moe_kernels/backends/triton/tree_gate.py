@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.native.tree_gate import weighing
-from moe_kernels.backends.triton import launch, on_device, unsupported
+from moe_kernels.backends.triton import common_unit, launch, on_device, unsupported
+from moe_kernels.backends.triton._tree_route import MAX_HELD, MAX_TREES, WARP, _tree_route_fwd
+from moe_kernels.backends.triton._tree_steps import clamp, share, smooth
+from moe_kernels.sizes import contiguous_rows
 
 TILE = 2048  # places of a program, 16 a thread; 4096 above 2048 experts
 MAX_EXPERTS = 4096
@@ -50,31 +53,14 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 
 
 @triton.jit
-def _share(t, sign, half, slope):
-    """1/2 + sign * t / gamma, for |t| <= gamma / 2. sign: 1 or -1; half: gamma / 2; slope: 1 / gamma.
-
-    A result near 0 has full precision: sign * t + gamma / 2 is then exact. At sign * t = gamma / 2 the result is 1
-    except for rounding, and its smooth step is exactly 1.
-    """
-    return tl.fma(t, sign, half) * slope
-
-
-@triton.jit
-def _clamp(t, half):
-    """t clamped to [-half, half]; NaN stays NaN."""
-    t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _derivative(t, left, right, half, slope):
     """d/dt of a h(t) + b (1 - h(t)), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h).
 
     h is the smooth step. With u = t / gamma + 1/2 and w = 1 - u, h' / h is 6 w / (gamma u (3 - 2u)); h' / (1 - h) has u
     and w exchanged. The result is 0 if the step is saturated.
     """
-    t = _clamp(t, half)
-    u, w = _share(t, 1.0, half, slope), _share(t, -1.0, half, slope)
+    t = clamp(t, half)
+    u, w = share(t, 1.0, half, slope), share(t, -1.0, half, slope)
     of_u, of_w = u * tl.fma(u, -2.0, 3.0), w * tl.fma(w, -2.0, 3.0)
     saturated = (u == 0.0) | (w == 0.0)
     d = 6.0 * slope * tl.fma(left, w * of_w, -right * (u * of_u)) / tl.where(saturated, 1.0, of_u * of_w)
@@ -95,11 +81,6 @@ def _experts(E, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _smooth(u):
-    return u * u * tl.fma(u, -2.0, 3.0)
-
-
-@triton.jit
 def _node(node_ptr, exists):
     """The logit of a node; +inf if it does not exist, which gives the left child the whole probability."""
     return tl.load(node_ptr, mask=exists, other=float("inf")).to(tl.float32)
@@ -115,7 +96,7 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
     size = tl.minimum(tl.abs(t), half, propagate_nan=tl.PropagateNan.ALL)
-    less = v * _smooth(_share(size, -1.0, half, slope))
+    less = v * smooth(share(size, -1.0, half, slope))
     more = v - less  # at least v / 2, so nothing cancels
     left, right = tl.where(t < 0, less, more), tl.where(t < 0, more, less)
     if LEVELS == 1:
@@ -153,8 +134,8 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
         if LAYOUT == GROUPS:  # a path that is a level shorter has no node at the first step: its factor is 1
             sign = tl.where(child > 1, sign, 1.0)
             exists = valid & (child > 1)[None, :]
-        t = _clamp(_node(nodes_ptr + (child // 2)[None, :], exists), half)
-        v *= _smooth(_share(t, sign[None, :], half, slope))
+        t = clamp(_node(nodes_ptr + (child // 2)[None, :], exists), half)
+        v *= smooth(share(t, sign[None, :], half, slope))
     if DEPTH > 0:
         first = root[None, :]
         v = _below(v, nodes_ptr + first, first, valid, E, half, slope, 0, min(DEPTH, 4), LAYOUT)
@@ -375,8 +356,15 @@ def tree_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+tree_route_supports = tree_gate_supports
+
+
 def tree_gate_limits(target: str) -> dict[str, int]:
     return {"E": MAX_EXPERTS}
+
+
+def tree_route_limits(target: str) -> dict[str, int]:
+    return {"K": MAX_TREES, "E": 2**30}  # a node's number, up to 2 E - 1, is an int32
 
 
 @on_device
@@ -459,3 +447,36 @@ def tree_gate_fused_fwd(
         BIASES=given, WIDEN=widen, **_numbers(gamma, mode), **blocks, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return gates, leaf_probs, split_logits, leaf_logits
+
+
+@on_device
+def tree_route_fwd(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    split_bias: Tensor | None,
+    leaf_bias: Tensor | None,
+    gamma: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (num_tokens, dim), (num_trees, num_experts, _) = x.shape, leaf_weight.shape
+    weights = x.new_empty((num_tokens, num_trees), dtype=torch.float32)
+    experts, visited = (x.new_empty(weights.shape, dtype=torch.int32) for _ in range(2))
+    unsaturated = x.new_empty(weights.shape, dtype=torch.bool)
+    if num_trees > MAX_TREES:
+        raise ValueError(f"tree_route: the Triton kernel takes at most {MAX_TREES} trees, got {num_trees}")
+    if num_tokens == 0:
+        return weights, experts, visited, unsaturated
+    x, *factors = contiguous_rows(x), *(each.contiguous().flatten(0, 1) for each in (split_weight, leaf_weight))
+    biases = [x if bias is None else bias.contiguous() for bias in (split_bias, leaf_bias)]
+    unit, full = common_unit((x, *factors), dim), 1 << (num_experts - 1).bit_length()
+    block = WARP * 16 // x.element_size()  # 16 bytes a thread
+    held = min(max(triton.cdiv(dim, block), 1), MAX_HELD // block)
+    launch(
+        _tree_route_fwd, (num_tokens,),
+        x, *factors, *biases, weights, experts, visited, unsaturated.view(torch.uint8),
+        x.stride(0) // unit, dim // unit, num_trees, num_experts, full, 2 * num_experts - full, gamma / 2, 1 / gamma,
+        UNIT=unit, BIASES=(split_bias is not None) + 2 * (leaf_bias is not None), HELD=held, LONG=dim > held * block,
+        BLOCK_P=block, EVEN=dim > 0 and dim % block == 0, BLOCK_K=max(triton.next_power_of_2(num_trees), WARP),
+        num_warps=1,
+    )  # fmt: skip
+    return weights, experts, visited, unsaturated

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
+from moe_kernels import sizes
 from moe_kernels._pytree import register
 from moe_kernels.backends import is_batch_invariant
 from moe_kernels.nn._invariance import call_linear
@@ -215,7 +215,7 @@ class Gate(KeepsFloat32, OutputModule):
         check_rank(name, "x", x, "(T, D)")
         if ids.shape != x.shape[:1]:
             raise ValueError(f"{name}: ids must be {tuple(x.shape[:1])} for x {tuple(x.shape)}, got {tuple(ids.shape)}")
-        real = type(ids) is Tensor and ids.device.type == "cpu" and not is_compiling()  # a FakeTensor has no values
+        real = sizes.has_values(ids)
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         ids = ids.long()

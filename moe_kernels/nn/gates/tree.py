@@ -30,7 +30,7 @@ class TreeGate(Gate):
             of tree_gate within rounding but have no gradient. The check makes the host wait for a GPU. On the meta
             device, in torch.compile and in torch.export tree_gate runs in any case.
         generator: draws the parameters; None is torch's own generator.
-        backend: as in tree_gate; "triton" has no tree_route, so with route=True evaluation raises BackendError.
+        backend: as in tree_gate.
 
     Output: dense, gates (T, E); after tree_route sparse, at most one expert a tree. losses: "entropy" in training, if
     its coefficient is not 0. statistics: "experts_per_sample", the mean over tokens of the number of gates of at least

@@ -178,6 +178,7 @@ def global_choice() -> None:
         (mnn.TokenChoice(1.0), mnn.TopKGate(D, E, 1, order="softmax_topk")),
         (mnn.TokenChoice(), mnn.TopKGate(D, E, 3)),
         (mnn.TokenChoice(0.8, order="token"), mnn.TopKGate(D, E, 2)),
+        (mnn.NonzeroWeights(), mnn.TreeGate(D, E, 2, gamma=0.05)),
     ):
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)

@@ -15,6 +15,7 @@ from torch.optim import adam
 import bench.__main__ as command
 from bench import captured, processes, registry, timing, verifying
 from bench.entry import Entry, Shape
+from moe_kernels import sizes
 from tests.helpers import tape
 
 LARGEST = {"T": 48, "D": 16, "H": 16, "P": 16, "E": 4, "K": 2, "R": 8, "N": 64, "B": 4, "n": 8}
@@ -35,6 +36,7 @@ def small(entry: Entry) -> Entry:
 registry.ENTRIES.update({op: small(entry) for op, entry in registry.ENTRIES.items()})
 timing.ceilings = lambda device, dtypes: {"copy": 3000.0, "float32": 5e4, "bfloat16": 8e5}
 captured.cuda_graph = tape.record
+sizes.has_values = lambda x: False  # tensors on the CPU stand for those on a GPU
 adam._get_capturable_supported_devices = lambda *given, **named: ["cpu"]
 verifying.PROCESS_SECONDS, verifying.HUNG_SECONDS = 20.0, 10.0
 processes.PRELOADED += ("bench.__main__",)  # which each process imports for this module
