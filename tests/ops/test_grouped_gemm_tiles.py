@@ -1,8 +1,10 @@
-"""Tests of tiles, tensor descriptors and autotuning of Triton's grouped GEMM."""
+"""Tests of tiles, their files and tensor descriptors of Triton's grouped GEMM."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,48 +78,124 @@ def test_what_a_tensor_descriptor_cannot_describe_is_read_by_pointers(monkeypatc
 
 
 def test_tiles_of_a_shape():
-    few, narrow, wide = _grouped_configs.TILES["fwd", 90]
-    for even, rows, columns, expected in (
-        (True, 8 * 96, 2048, few),
-        (True, 8 * 97, 2048, wide),
-        (True, 8 * 97, 128, narrow),
-        (False, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
+    known = _grouped_configs.tables()["sm_90"]["fwd"]
+    for table, rows, columns, expected in (
+        (known, 8 * 96, 2048, known["few rows"]),
+        (known, 8 * 97, 2048, known["other"]),
+        (known, 8 * 97, 128, known["few columns"]),
+        (None, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
     ):
-        assert _grouped_configs.choose_tiles("fwd", 90, even, rows, 8, columns) == expected
+        assert _grouped_configs.choose_tiles("fwd", table, rows, 8, columns) == expected
+    assert _grouped_configs.choose_tiles("fwd", known, 8 * 96, 8, 2048, training=True) == known["other"]
 
 
-def test_a_captured_call_is_not_timed(monkeypatch):
-    class OnGpu:
-        device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (64, 64)
+# Bytes of shared memory that a block may have: with sm_80's code also on GPUs that have 99 KB, such as an RTX 4090.
+SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}
 
-    timed, launched = [], []
-    monkeypatch.setenv("MOE_KERNELS_AUTOTUNE", "1")
-    monkeypatch.setattr(_grouped_configs, "timed", {})
+
+def test_tiles_fit():
+    from bench.tiles import CANDIDATES, FEW_ROWS
+
+    tables = _grouped_configs.tables()
+    assert set(tables) == set(SHARED)
+    for device, table in tables.items():
+        for kernel, classes in table.items():
+            others = [Tiles(*each) for each in (*CANDIDATES[kernel, int(device[3:])], *FEW_ROWS)]
+            for tiles in (*classes.values(), *others):
+                columns = 2 * tiles.n if kernel == "gated" else tiles.n
+                assert 2 * tiles.m * _grouped_configs.MAX_COLUMNS <= 2**31
+                assert tiles.m * columns <= 128 * 32 * tiles.num_warps  # at most 128 accumulators a thread
+                needed = tiles.num_stages * tiles.k * (tiles.m + columns) * 2
+                assert needed <= 227 * 1024 - 2048
+                if tiles in classes.values():  # candidates may need more: they are passed over
+                    assert needed <= SHARED[device] - 2048
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A file of tiles that MOE_KERNELS_TILES names, and its content, which tests may write again."""
+    table = json.loads(_grouped_configs.FILE.read_text())
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv(_grouped_configs.VARIABLE, str(path))
+
+    def write(content):
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        _grouped_configs.tables.cache_clear()
+
+    yield table, write
+    monkeypatch.undo()
+    _grouped_configs.tables.cache_clear()
+
+
+def test_a_file_has_tiles_of_a_device(written, monkeypatch):
+    table, write = written
+    mine = json.loads(json.dumps(table["sm_80"]))
+    mine["fwd"]["other"] = [64, 64, 32, 4, 2]
+    write({"NVIDIA Some GPU": mine})
     monkeypatch.setattr(_grouped_configs, "loop", lambda device: 80)
-    monkeypatch.setattr(_grouped_configs, "_divisible", lambda *given: True)
-    monkeypatch.setattr(_grouped_configs, "_milliseconds", lambda launch, tiles: timed.append(tiles) or 1.0)
-    for captured in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
-        _grouped_configs.run_with_tiles("fwd", OnGpu(), None, 512, 4, 128, launched.append)
-        assert bool(timed) != captured
-    assert len(launched) == 2
+    gpu = torch.device("cuda", 0)
+    for name, expected in (("NVIDIA Some GPU", (64, 64, 32, 4, 2)), ("NVIDIA Other", table["sm_80"]["fwd"]["other"])):
+        monkeypatch.setattr(_grouped_configs, "_name", lambda device, name=name: name)
+        assert tuple(_grouped_configs.table(gpu)["fwd"]["other"]) == tuple(expected)
 
 
-def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(monkeypatch):
-    assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
-    for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():
-        for m, n, k, warps, stages in known:
-            assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
-            columns = 2 * n if kernel == "gated" else n
-            # The buffers of the pipeline stages leave at least 2 KiB of the shared memory that a block can have.
-            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
-            assert m * columns <= 128 * 32 * warps  # at most 128 accumulators a thread
-        assert not set(known) & set(_grouped_configs.TILES[kernel, which])
+def test_a_file_without_tiles_is_refused(written):
+    table, write = written
+    del table["sm_80"]["fwd"]["few rows"]
+    for content, reason in (
+        ("{", "Expecting"),
+        ([1], "has no attribute 'items'"),
+        ({"sm_80": {"fwd": {"other": [1, 2]}}}, "missing 3 required positional arguments"),
+        (table, "sm_80 needs tiles of fwd for few rows, few columns, other"),
+    ):
+        write(content)
+        with pytest.raises(ValueError, match=f"grouped_gemm: MOE_KERNELS_TILES names .*{reason}.*bench tiles"):
+            _grouped_configs.tables()
 
-    def no_room(call, **options):
-        raise triton.runtime.OutOfResources(2, 1, "shared memory")
 
-    monkeypatch.setattr(triton.testing, "do_bench", no_room)
-    assert _grouped_configs._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == float("inf")
-    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **options: call() or 2.0)
-    assert _grouped_configs._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == 2.0
+def test_the_fastest_tiles_are_written(monkeypatch, tmp_path):
+    """Trials with a clock that knows the tiles: a call takes as many milliseconds as a tile of forward has columns."""
+    from bench import tiles
+
+    launched = []
+
+    def bench(call, return_mode):
+        launched.clear()
+        call()
+        if launched[-1].m == 256:
+            raise triton.runtime.OutOfResources(2, 1, "shared memory")
+        return float(launched[-1].n)
+
+    def inputs(shape, dtype, device):
+        return plain({**shape, "T": 48, "D": 32, "H": 16, "E": 4, "K": 2}, dtype, "cpu")
+
+    run = _grouped_configs.run_with_tiles
+    plain = tiles.ENTRIES["expert_mlp"].inputs
+    monkeypatch.setitem(tiles.ENTRIES, "expert_mlp", replace(tiles.ENTRIES["expert_mlp"], inputs=inputs))
+    monkeypatch.setattr(triton.testing, "do_bench", bench)
+    monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
+
+    def spy(kernel, *rest):
+        def launch(tiles):
+            launched.append(tiles)
+            given[-1](tiles)
+
+        *before, given_run, training = (*rest, False)[:6]
+        given = [given_run]
+        run(kernel, *before, launch, training)
+
+    monkeypatch.setattr("moe_kernels.backends.triton.grouped_gemm.run_with_tiles", spy)
+    with running(next(each for each in TARGETS if each.backend == "triton")):
+        found = tiles.trials("fwd", "other")
+    assert {each.tiles: each.ms for each in found} == {
+        (128, 256, 64, 8, 4): 256,
+        (128, 128, 64, 8, 3): 128,
+        (128, 128, 64, 4, 3): 128,
+        (256, 128, 64, 8, 4): float("inf"),
+    }
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_grouped_configs, "_name", lambda device: "mine")
+    tiles.write(tmp_path / "tiles.json", "mine", found)
+    (table,) = json.loads((tmp_path / "tiles.json").read_text()).values()
+    assert table["fwd"]["other"] == [128, 128, 64, 8, 3]
+    assert table["hidden"] == {name: list(each) for name, each in _grouped_configs.tables()["sm_90"]["hidden"].items()}
