@@ -154,7 +154,7 @@ def test_a_file_without_tiles_is_refused(written):
 
 
 def test_the_fastest_tiles_are_written(monkeypatch, tmp_path):
-    """Trials with a clock that knows the tiles: a call takes as many milliseconds as a tile of forward has columns."""
+    """Trials with a clock that knows the tiles: a call takes as many milliseconds as forward has stages."""
     from bench import tiles
 
     launched = []
@@ -162,9 +162,9 @@ def test_the_fastest_tiles_are_written(monkeypatch, tmp_path):
     def bench(call, return_mode):
         launched.clear()
         call()
-        if launched[-1].m == 256:
+        if launched[-1].n == 256:
             raise triton.runtime.OutOfResources(2, 1, "shared memory")
-        return float(launched[-1].n)
+        return float(launched[-1].num_stages)
 
     def inputs(shape, dtype, device):
         return plain({**shape, "T": 48, "D": 32, "H": 16, "E": 4, "K": 2}, dtype, "cpu")
@@ -173,29 +173,27 @@ def test_the_fastest_tiles_are_written(monkeypatch, tmp_path):
     plain = tiles.ENTRIES["expert_mlp"].inputs
     monkeypatch.setitem(tiles.ENTRIES, "expert_mlp", replace(tiles.ENTRIES["expert_mlp"], inputs=inputs))
     monkeypatch.setattr(triton.testing, "do_bench", bench)
-    monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
+    monkeypatch.setattr(_grouped_configs, "loop", lambda device: 80)
 
-    def spy(kernel, *rest):
-        def launch(tiles):
+    def spy(kernel, x, other, num_rows, num_experts, columns, launch, training=False):
+        def noted(tiles):
             launched.append(tiles)
-            given[-1](tiles)
+            launch(tiles)
 
-        *before, given_run, training = (*rest, False)[:6]
-        given = [given_run]
-        run(kernel, *before, launch, training)
+        run(kernel, x, other, num_rows, num_experts, columns, noted, training)
 
     monkeypatch.setattr("moe_kernels.backends.triton.grouped_gemm.run_with_tiles", spy)
     with running(next(each for each in TARGETS if each.backend == "triton")):
         found = tiles.trials("fwd", "other")
     assert {each.tiles: each.ms for each in found} == {
-        (128, 256, 64, 8, 4): 256,
-        (128, 128, 64, 8, 3): 128,
-        (128, 128, 64, 4, 3): 128,
-        (256, 128, 64, 8, 4): float("inf"),
+        (128, 128, 32, 4, 4): 4.0,
+        (128, 128, 32, 8, 4): 4.0,
+        (128, 128, 32, 4, 3): 3.0,
+        (128, 256, 32, 8, 3): float("inf"),
     }
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_grouped_configs, "_name", lambda device: "mine")
     tiles.write(tmp_path / "tiles.json", "mine", found)
     (table,) = json.loads((tmp_path / "tiles.json").read_text()).values()
-    assert table["fwd"]["other"] == [128, 128, 64, 8, 3]
-    assert table["hidden"] == {name: list(each) for name, each in _grouped_configs.tables()["sm_90"]["hidden"].items()}
+    assert table["fwd"]["other"] == [128, 128, 32, 4, 3]
+    assert table["hidden"] == {name: list(each) for name, each in _grouped_configs.tables()["sm_80"]["hidden"].items()}

@@ -29,6 +29,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activa
 MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once
+MAX_SORTED = 256  # most experts whose weight gradients start in the order of their rows; a program compares all pairs
 
 FILE = Path(__file__).with_name("tiles.json")
 VARIABLE = "MOE_KERNELS_TILES"
@@ -176,6 +177,13 @@ def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         aligned(each, 16) for each in (x, other)
     )
+
+
+def row_tiles(num_rows: int, num_experts: int, tiles: Tiles) -> int:
+    """Row tiles of a launch, for any offsets: see _grouped_tiles.py."""
+    if triton.next_power_of_2(num_experts + 1) > MAX_BLOCK_E:
+        return num_rows // tiles.m + num_experts + 1
+    return min(num_rows, num_rows // tiles.m + num_experts) + 1
 
 
 def activation_of(name: str) -> dict[str, Any]:
