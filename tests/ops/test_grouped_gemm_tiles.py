@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 from dataclasses import replace
 
@@ -10,14 +11,16 @@ import pytest
 import torch
 
 from tests.helpers.grouped_gemm import check
-from tests.ptx import triton_launch
+from tests.ptx import session, triton_launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl
 
 import moe_kernels as mk
 from moe_kernels.backends.triton import _grouped_configs
 from moe_kernels.backends.triton._grouped_configs import Tiles
-from tests.helpers.targets import TARGETS, running
+from moe_kernels.backends.triton._grouped_tiles import by_size
+from tests.helpers.targets import TARGETS, reason_to_skip, running
 
 
 @pytest.fixture
@@ -197,3 +200,49 @@ def test_the_fastest_tiles_are_written(monkeypatch, tmp_path):
     (table,) = json.loads((tmp_path / "tiles.json").read_text()).values()
     assert table["fwd"]["other"] == [128, 128, 32, 4, 3]
     assert table["hidden"] == {name: list(each) for name, each in _grouped_configs.tables()["sm_80"]["hidden"].items()}
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_few_tokens_launch_the_tiles_that_have_rows_alone(backend):
+    """One token with 8 of 128 experts and 12 column tiles, as Qwen3-30B's up product has: 9 row tiles, not 129."""
+    found = next(each for each in TARGETS if each.backend == backend)
+    if reason_to_skip(found) or not found.executed or found.interpreted:
+        pytest.skip(reason_to_skip(found) or "grids are recorded where PTX is executed")
+    x, weight = torch.randn(1, 16).bfloat16(), torch.randn(128, 16, 1536).bfloat16()
+    plan = mk.make_plan(torch.arange(0, 128, 16, dtype=torch.int32)[None], 128, backend="reference")
+    with running(found), session.recorded() as launches:
+        got = mk.grouped_gemm(x, weight, plan.expert_offsets, row_token=plan.row_token, backend=backend)
+    assert [each.grid[0] for each in launches] == [9 * 12]
+    expected = mk.grouped_gemm(x, weight, plan.expert_offsets, row_token=plan.row_token, backend="reference")
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@triton.jit
+def _places(offsets_ptr, out_ptr, E, SORTED: tl.constexpr):
+    place = tl.program_id(0)
+    tl.store(out_ptr + place, by_size(place, offsets_ptr, E, SORTED))
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 7, 7, 1], [0, 0], [5], [64, *[1] * 63], list(range(40))], ids=str)
+def test_the_weight_gradient_takes_experts_by_their_rows(target, rows):
+    offsets = torch.tensor([0, *rows], device=target.device).cumsum(0).int()
+    found = torch.full((len(rows),), -1, dtype=torch.int32, device=target.device)
+    _places[(len(rows),)](offsets, found, len(rows), triton.next_power_of_2(len(rows)))
+    assert found.tolist() == sorted(range(len(rows)), key=lambda e: (-rows[e], e))
+
+
+def longest(rows: list[int], slots: int, blocks: int, step: int) -> int:
+    """Steps until the last block ends, where blocks of the experts start in this order, each as a slot gets free."""
+    ends = [0] * slots
+    for count in rows:
+        for _ in range(blocks):
+            heapq.heapreplace(ends, ends[0] + -(-count // step))
+    return max(ends)
+
+
+def test_a_heavy_expert_costs_a_fifth_at_most():
+    """Half of Qwen3-30B's 262144 rows in the last of 128 experts, on an A100 with two blocks a multiprocessor."""
+    balanced = longest([2048] * 128, 216, 96, 32)
+    skewed = [131072 // 127] * 127 + [131072]
+    assert longest(skewed, 216, 96, 32) > 1.5 * balanced  # in ascending order
+    assert longest(sorted(skewed, reverse=True), 216, 96, 32) <= 1.2 * balanced
