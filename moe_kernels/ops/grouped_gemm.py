@@ -331,7 +331,7 @@ def grouped_gemm(
     expert_offsets = _index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
     if row_token is not None:
         row_token = _index("row_token", row_token, "(R,)", None, rows)
-    chosen = backends.choose_shapes("grouped_gemm", backend, rows)
+    chosen = backends.choose_shapes("grouped_gemm", backend, rows, weight)
     if chosen == "reference":
         operators.refuse_bad_groups(expert_offsets, rows, row_token)
         named: dict[str, Any] = {"bias": bias, "activation": activation, "alpha": alpha, "limit": limit}
