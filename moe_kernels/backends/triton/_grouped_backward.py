@@ -30,6 +30,7 @@ from moe_kernels.backends.triton._grouped_tiles import (
     by_size,
     find_tile,
     multiply_tile,
+    product,
     raster,
     split_columns,
     tile_rows,
@@ -104,7 +105,7 @@ def _grouped_gemm_bwd_weight(
         row = start + tl.arange(0, BLOCK_K)
         a = _load_rows(x_ptr, x_token_ptr, row, end, k, K, stride_x, GATHER_X, WIDEN, True)
         b = _load_rows(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, WIDEN)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = product(a, b, total, PRECISION)
     ptrs = dweight_ptr + (expert.to(tl.int64) * K + k[:, None]) * N + n[None, :]
     tl.store(ptrs, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
@@ -274,7 +275,7 @@ def grouped_gemm_bwd_weight(
             SORTED=triton.next_power_of_2(num_experts) if num_experts <= MAX_SORTED else 0,
             GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
             WEIGHTED=row_weight is not None,
-            **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
+            **precision(x), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
     run_with_tiles("weight", x, grad, num_rows, num_experts, columns, run, training=True)

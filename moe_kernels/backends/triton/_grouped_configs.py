@@ -190,13 +190,22 @@ def activation_of(name: str) -> dict[str, Any]:
     return {"ACTIVATION": GATES.get(name, name), "GATED": name in GATES}
 
 
-def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """PRECISION of tl.dot. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit operands become float32."""
+FEW_TERMS = 16  # float32 sums of fewer terms are exacter without tensor cores
+
+
+def precision(x: Tensor, terms: int | None = None) -> dict[str, Any]:
+    """PRECISION of `product`: for float32 one TF32 product where torch allows TF32, else three; none for few terms.
+
+    terms: of each sum; None if they depend on data. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit
+    operands become float32.
+    """
+    dtype = x.dtype
     matmul = torch.backends.cuda.matmul
     # Older torch has only allow_tf32; newer torch may raise if allow_tf32 is read after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     widen = triton.knobs.runtime.interpret and dtype != torch.float32
-    return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}
+    float32 = "tf32" if tf32 else "three" if terms is None or terms >= FEW_TERMS else "ieee"
+    return {"PRECISION": float32 if dtype == torch.float32 else "ieee", "WIDEN": widen}
 
 
 def blocks(tiles: Tiles) -> dict[str, int]:
@@ -213,7 +222,7 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
     experts = triton.next_power_of_2(weight.shape[0] + 1)
-    return precision(x.dtype) | blocks(tiles) | {
+    return precision(x, weight.shape[1]) | blocks(tiles) | {
         "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
         "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0,
         "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,

@@ -132,13 +132,13 @@ def multiply_tile(
         if WIDEN:
             a = a.to(tl.float32)
         b = _weights(w, expert, start, column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = product(a, b, total, PRECISION)
         if GATED:
             second = w if W_TMA else w + (linear_column - column).to(tl.int64) * (stride_w if TRANSPOSED else 1)
             b = _weights(
                 second, expert, start, linear_column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K
             )
-            linear = tl.dot(a, b, linear, input_precision=PRECISION)
+            linear = product(a, b, linear, PRECISION)
         if not W_TMA:
             w += BLOCK_K if TRANSPOSED else BLOCK_K * stride_w
     return total, linear
@@ -159,6 +159,41 @@ def _weights(
     if WIDEN:
         b = b.to(tl.float32)
     return b
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b for tiles a (M, K) and b (K, N).
+
+    PRECISION "three": float32 by three TF32 products. a = a1 + a2 + r with a1 and a2 of 11 bits, so |r| <= 2^-24 |a|;
+    a1 b1 + a1 b2 + a2 b1 lacks about 2^-22 |a b|, which from 16 terms on costs less than the rounding of their sum.
+    Tensor cores round sums towards zero: each step is summed apart, and added to `total` with rounding to nearest.
+    """
+    if PRECISION == "three":
+        a1, a2, a_finite = _split(a)
+        b1, b2, b_finite = _split(b)
+        part = tl.dot(a2, b_finite, input_precision="tf32")
+        part = tl.dot(a_finite, b2, part, input_precision="tf32")
+        part = tl.dot(a1, b1, part, input_precision="tf32")
+        total += part
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _split(x):
+    """(high, low, high or 0): float32 x as the sum of two numbers of 11 bits, rounded to nearest; (x, 0, 0) if x is
+    infinite or NaN, since products of inf with the low parts would be NaN. Below 2^-115 low parts are denormal and have
+    fewer bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    half = tl.where((bits & 0x7F800000) == 0x7F000000, 0, 0x1000)  # the largest numbers are truncated, not to overflow
+    rounded = ((bits + half) & -8192).to(tl.float32, bitcast=True)
+    rest = x - rounded
+    low = ((rest.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    high = tl.where(finite, rounded, tl.where(x == x, x, float("nan")))
+    return high, tl.where(finite, low, 0.0), tl.where(finite, rounded, 0.0)
 
 
 @triton.jit

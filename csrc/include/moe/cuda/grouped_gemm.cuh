@@ -140,7 +140,9 @@ __device__ void write_row_sum(float value, int row, const TileRows& rows, int co
                               float* partial) {  // (column tiles, R)
   constexpr int kLanes = Tile::kN / kPiece;
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+  }
   if (threadIdx.x % kLanes == 0 && row < rows.count) partial[column_tile * num_rows + rows.first + row] = value;
 }
 
