@@ -165,7 +165,7 @@ def _weights(
 def product(a, b, total, PRECISION: tl.constexpr):
     """total + a b for tiles a (M, K) and b (K, N).
 
-    PRECISION "three": float32 by three TF32 products. a = a1 + a2 + r with a1 and a2 of 11 bits, so |r| <= 2^-24 |a|;
+    PRECISION "three": float32 by three TF32 products. a = a1 + a2 + r with a1 and a2 of 11 bits, so |r| <= 2^-23 |a|;
     a1 b1 + a1 b2 + a2 b1 lacks about 2^-22 |a b|, which from 16 terms on costs less than the rounding of their sum.
     Tensor cores round sums towards zero: each step is summed apart, and added to `total` with rounding to nearest.
     """
@@ -183,17 +183,12 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """(high, low, high or 0): float32 x as the sum of two numbers of 11 bits, rounded to nearest; (x, 0, 0) if x is
-    infinite or NaN, since products of inf with the low parts would be NaN. Below 2^-115 low parts are denormal and have
-    fewer bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    half = tl.where((bits & 0x7F800000) == 0x7F000000, 0, 0x1000)  # the largest numbers are truncated, not to overflow
-    rounded = ((bits + half) & -8192).to(tl.float32, bitcast=True)
-    rest = x - rounded
-    low = ((rest.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
-    high = tl.where(finite, rounded, tl.where(x == x, x, float("nan")))
-    return high, tl.where(finite, low, 0.0), tl.where(finite, rounded, 0.0)
+    """(high, low, high or 0): float32 x as high, x rounded to 11 bits, and the rest, which the tensor core truncates to
+    11 bits; (x, 0, 0) if x is infinite, since products of inf with low parts would be NaN. A number above 3.4019e38
+    counts as infinite. The low part of a NaN is NaN. Below 2^-115 low parts are denormal and have fewer bits."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    infinite = tl.abs(high) == float("inf")
+    return high, tl.where(infinite, 0.0, x - high), tl.where(infinite, 0.0, high)
 
 
 @triton.jit
