@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import replace
@@ -220,19 +219,27 @@ def profile_command(
 
 @app.command("tiles")
 def tiles_command(
-    out: Annotated[Path, typer.Option(help="Where the JSON of the tiles goes.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Where the file of tiles goes, with its figures beside it.")] = OUT,
 ) -> None:
-    """Times candidate tiles of Triton's grouped products, for minutes. Needs a GPU."""
+    """Times candidate tiles of Triton's grouped products, for minutes, and writes the fastest. Needs a GPU.
+
+    MOE_KERNELS_TILES names such a file to every process that is to take these tiles.
+    """
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)
-    found: list[tiles.Line] = []
-    path = ledger.free_path(out, f"tiles-{torch.cuda.get_device_name()}", ".json")
-    for lines in tiles.sweep():
-        found += lines
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        rows = [[str(each.get(name, "")) for name in ("kernel", "K", "N", "tiles", "ms", "failed")] for each in lines]
-        print_table(f"{lines[0]['shape']} {lines[0]['activation']}", ("kernel", "K", "N", "tiles", "ms", ""), rows)
+    device, found = torch.cuda.get_device_name(), list[tiles.Trial]()
+    path = ledger.free_path(out, f"tiles-{device}", ".json")
+    for each in tiles.sweep():
+        if isinstance(each, str):
+            console.print(f"failed: {each}", soft_wrap=True)
+            continue
+        found += each
+        tiles.write(path, device, found)
+        path.with_suffix(".csv").write_text("".join(f"{','.join(map(str, trial))}\n" for trial in found))
+        rows = [(trial.kernel, trial.size_class, str(trial.tiles), f"{trial.ms:.4g}") for trial in each]
+        print_table("", ("kernel", "class", "tiles", "ms of an expert MLP"), rows)
+    console.print(f"tiles {path}: MOE_KERNELS_TILES={path}", soft_wrap=True)
 
 
 @app.command("transformers")

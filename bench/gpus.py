@@ -42,7 +42,7 @@ class Gpu:
 
     def full_precision(self, dtype: str) -> float:
         """Peak in FLOP/s without less precise factors than `dtype`: float32 and float64 have no matrix instructions."""
-        if dtype in ("bfloat16", "float16"):
+        if dtype in self.tflops:
             return self.peak(dtype)
         return 2e9 * self.multiprocessors * self.ghz * (self.fp64 if dtype == "float64" else self.fp32)
 

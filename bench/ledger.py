@@ -47,7 +47,9 @@ _CALLED = re.compile(r"^from moe_kernels\.ops\.(\w+) import|\boperators\.(\w+)_(
 # Matches a file's includes and its imports of modules of backends and cases. ops.h is left out: it declares every
 # operation, so each new operation would make results of other operations stale.
 _INCLUDED = re.compile(
-    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.((?:backends|cases)[.\w]*) import (.+)', re.MULTILINE
+    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.((?:backends|cases)[.\w]*) import (.+)|'
+    r'^\w+ = Path\(__file__\)\.with_name\("(.+)"\)',
+    re.MULTILINE,
 )
 
 
@@ -71,7 +73,7 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     * for C++ and CUDA, the files of these operations in backends/native (for cpu without *_cuda.py, for cuda without
       *_cpu.py); if they import another operation's file from there, also the kernels of that operation;
     * the headers (without ops.h) that the kernels include, and the modules below moe_kernels/backends and
-      moe_kernels/cases that these files import, directly or through others.
+      moe_kernels/cases that these files import, directly or through others, with the data beside them that these name.
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
@@ -87,11 +89,13 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
         found.add(path)
         if path.parent == native:
             left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
-        for header, module, imported in _included(path.read_text()):
+        for header, module, imported, data in _included(path.read_text()):
             folder = root / f"moe_kernels/{module.replace('.', '/')}"
             # backends/__init__.py changes no kernel.
             stems = re.findall(r"\w+", imported) + ["__init__"] * ("." in module)
             places = [folder.with_suffix(".py"), *(folder / f"{stem}.py" for stem in stems)]
+            if data:
+                places = [path.parent / data]
             if header:
                 places = [path.parent / header, root / "csrc/include" / header]
             left += [place for place in places if place.is_file() and place not in found]
@@ -99,7 +103,7 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
 
 
 @cache
-def _included(text: str) -> list[tuple[str, str, str]]:
+def _included(text: str) -> list[tuple[str, str, str, str]]:
     return _INCLUDED.findall(text)
 
 
@@ -120,6 +124,8 @@ def digest(op: str, backend: str, root: Path = ROOT) -> str:
 @cache  # of each version of a file, since a run asks for every kernel's digest, and kernels share files
 def _code(suffix: str, text: str) -> str:
     """The text of a file without what leaves results fresh."""
+    if suffix == ".json":
+        return text
     return (python_code if suffix == ".py" else _cpp_code)(text)
 
 

@@ -165,12 +165,17 @@ def prediction(count: dict[str, Any], gpu: Gpu, stale: bool = False) -> Predicti
     size = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
     flops, least = _work(count["operation"], count["dtype"], count["direction"], tuple(size.items()))
     launches = tuple(launch(one, count, gpu) for one in count["launches"])
-    return Prediction(count, launches, stale, flops, least, floors(gpu, count["dtype"], flops, least))
+    return Prediction(count, launches, stale, flops, least, _floors(gpu, count, flops, least))
+
+
+def _floors(gpu: Gpu, count: dict[str, Any], flops: float, least_bytes: float) -> dict[str, float]:
+    products = any(each["tensor_flops"] for each in count["launches"])
+    return floors(gpu, "tf32" if products and count["dtype"] == "float32" else count["dtype"], flops, least_bytes)
 
 
 def floors(gpu: Gpu, dtype: str, flops: float, least_bytes: float) -> dict[str, float]:
     """The microseconds that no kernel undercuts: FLOPs over their pipe's peak, bytes over the bandwidth."""
-    pipe = "tensor" if dtype in ("bfloat16", "float16") else "fp32"
+    pipe = "tensor" if dtype in gpu.tflops else "fp32"
     products = 1e6 * flops / gpu.full_precision(dtype) if flops > least_bytes or pipe == "fp32" else 0.0
     return {"DRAM": least_bytes / gpu.gb_per_s * 1e-3, "tensor": 0.0, pipe: products}
 
@@ -205,7 +210,7 @@ def scaled(made: Prediction, flops: float, least_bytes: float, gpu: Gpu) -> Pred
         grows = by_flops if each.us["tensor"] else by_bytes
         us = {name: value * (by_bytes if name == "DRAM" else grows) for name, value in each.us.items()}
         launches.append(replace(each, us=us, instructions=each.instructions * grows))
-    least = floors(gpu, made.count["dtype"], flops, least_bytes)
+    least = _floors(gpu, made.count, flops, least_bytes)
     made = replace(made, flops=flops, least_bytes=least_bytes, floors=least, measured_over_predicted=None)
     return replace(made, launches=tuple(launches))
 

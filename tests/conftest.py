@@ -63,3 +63,14 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """torch allows products of TF32."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    yield
+    setattr(matmul, name, before)

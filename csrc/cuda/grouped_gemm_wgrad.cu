@@ -1,5 +1,6 @@
 // The gradients of grouped GEMM to weights and bias, in one launch. Over each expert's rows, dweight is x^T grad, and
-// dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias.
+// dbias is the sum of the rows of grad, each times its row_weight. The first blocks compute dbias; those that follow take
+// the experts in the order of descending numbers of rows, so that no long block is left over at the end.
 #include "moe/cuda/block.cuh"
 #include "moe/cuda/grouped_gemm.cuh"
 #include "moe/cuda/recompute.cuh"
@@ -41,17 +42,42 @@ struct Range {
   }
 };
 
-// The expert of a block's tile, and the first row m and column n of the tile in the expert's dweight.
+// The place of a block's expert in their order, and the first row m and column n of the tile in the expert's dweight.
 template <class Tile>
 struct Target {
-  int expert, m, n;
+  int place, m, n;
 
   __device__ Target(int block, int row_tiles, int column_tiles) {
-    expert = block / (row_tiles * column_tiles);
-    const TileIndex tile(block - expert * row_tiles * column_tiles, row_tiles, column_tiles);
+    place = block / (row_tiles * column_tiles);
+    const TileIndex tile(block - place * row_tiles * column_tiles, row_tiles, column_tiles);
     m = tile.row * Tile::kM, n = tile.column * Tile::kN;
   }
 };
+
+// With more experts than these they are taken in ascending order: a block compares all pairs.
+constexpr int kSorted = 256;
+
+// Sets `expert` to the one at `place` in the order of descending numbers of rows, of equal ones the lower first. All
+// threads of the block call it.
+template <int THREADS>
+__device__ void find_by_size(int place, const int32_t* offsets, int num_experts,
+                             int* rows,  // (kSorted), in shared memory
+                             int& expert) {
+  if (num_experts > kSorted) {
+    if (threadIdx.x == 0) expert = place;
+    __syncthreads();
+    return;
+  }
+  for (int e = threadIdx.x; e < num_experts; e += THREADS) rows[e] = load(offsets + e + 1) - load(offsets + e);
+  __syncthreads();
+  for (int e = threadIdx.x; e < num_experts; e += THREADS) {
+    const int mine = rows[e];
+    int rank = 0;
+    for (int other = 0; other < num_experts; other++) rank += rows[other] > mine || (rows[other] == mine && other < e);
+    if (rank == place) expert = e;
+  }
+  __syncthreads();
+}
 
 // For dbias, a block sums up to 64 columns of an expert's rows of grad. A thread takes kPiece columns of every
 // (THREADS / 8)-th row, and loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
@@ -105,7 +131,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
     return;
   }
   const Target<Tile> from(block, call.row_tiles, call.column_tiles);
-  const Range range(call.expert_offsets, from.expert, call.num_rows);
+  __shared__ int expert;
+  find_by_size<Tile::kThreads>(from.place, call.expert_offsets, static_cast<int>(call.num_experts),
+                               reinterpret_cast<int*>(stages), expert);
+  const Range range(call.expert_offsets, expert, call.num_rows);
   const int din = static_cast<int>(call.din), dout = static_cast<int>(call.dout);
   const auto first_row_of = [&](const T* matrix, int64_t stride, const int32_t* token) {
     return token ? matrix : matrix + range.first * stride;
@@ -119,7 +148,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   multiply_tile<T, Tile>(stages, a, b, range.count, sums);
 
   recompute(block);  // makes the compiler compute `from` again, instead of keeping it in registers during the product
-  const auto [expert, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
+  const auto [place, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);
   constexpr int kPieces = Tile::kN / kPiece;

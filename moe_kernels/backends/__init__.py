@@ -31,13 +31,32 @@ from torch.compiler import is_compiling
 KERNELS = ("cpu", "triton", "cuda")
 NAMES = ("reference", *KERNELS)
 
-# Order of the automatic choice, by device type, for operations that are not in ORDER. cuda and triton were not yet
-# timed against each other on a GPU: no measurement puts cuda first.
+# Order of the automatic choice, by device type. On a GPU the backend that PREFERRED names comes first.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
-# Operations with another order for CUDA tensors. On sm_90 Triton uses wgmma, and csrc/cuda mma.sync, which cannot use
-# the tensor cores fully. This order was not measured on a GPU either.
-ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
+
+class Preference(NamedTuple):
+    """Which backend's kernels the automatic choice takes for CUDA tensors, and why."""
+
+    op: str
+    major: int | None  # of the compute capability; None: every other
+    first: str
+    why: str
+
+
+# The first line that fits decides; other operations take cuda, whose launches cost the host .02 ms, Triton's .06. No
+# backend was timed on a GPU: counts are PTX instructions, and times predictions of `python -m bench predict` for
+# Qwen3-30B's sizes (T = 32768, E = 128, K = 8, bfloat16).
+PREFERRED = (
+    Preference("grouped_gemm", 9, "triton", "wgmma, CUDA mma.sync: product on an H100 1186 us, CUDA 1564"),
+    Preference(
+        "grouped_gemm", None, "cuda", "equal loops: 204 instructions for 64 products in Triton, CUDA 175 to 193"
+    ),
+    Preference("topk_gate", None, "triton", "A100: forward 16.8 us, CUDA 20.1; with backward 22.7, CUDA 31.7"),
+    Preference(
+        "tree_gate", None, "triton", "backward, E = 64: 8.4 instructions an element, CUDA 21.6; E = 48: 13.6, 42.7"
+    ),
+)
 
 # The basename of an operation's file, if it is not the name of the operation.
 FILES = {
@@ -122,10 +141,15 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     """The backend that runs `op` on tensors with the device and dtype of x. torch.compile stores the choice.
 
     For an operation in SIZES, x and `more` are the arguments of the function in SIZES. If a backend's kernels cannot
-    take these sizes, the automatic choice skips the backend; if it was named, BackendError is raised.
+    take these sizes, the automatic choice skips the backend; if it was named, BackendError is raised. For a grouped
+    product `more` are its weights.
     """
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
+    if chosen == "cuda" and MADE_OF.get(op, op) == "grouped_gemm" and requested(backend) is None:
+        # CUDA's kernels first copy matrices whose rows are no multiples of 16 bytes, Triton's read them as they are.
+        copied = any(size % 8 for each in (x, *more) for size in each.shape[1:])
+        chosen = "triton" if copied and _reads_any_rows(op, device, index, x.dtype) else chosen
     if op not in SIZES:
         return _not_reference(op, chosen, x)
     sizes = SIZES[op](x, *more)
@@ -134,6 +158,11 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
         passed = (*passed, (chosen, reason))
         chosen = _choose(op, backend, device, index, x.dtype, passed)
     return _not_reference(op, chosen, x)
+
+
+@constant
+def _reads_any_rows(op: str, device: str, index: int | None, dtype: torch.dtype) -> bool:
+    return unsupported("triton", op, target_of(device, index), dtype) is None
 
 
 def _not_reference(op: str, chosen: str, x: Tensor) -> str:
@@ -169,9 +198,9 @@ def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
 SHAPES = "shapes"
 
 
-def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
+def choose_shapes(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     """As `choose`, but SHAPES for meta tensors."""
-    chosen = choose(op, backend, x)
+    chosen = choose(op, backend, x, *more)
     return SHAPES if x.is_meta else chosen
 
 
@@ -230,13 +259,21 @@ def _decide(
         if reason is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run here: {reason}")
         return name
-    order = ORDER.get(MADE_OF.get(op, op)) if device == "cuda" else None
-    for name in order or AUTOMATIC.get(device, ("reference",)):
+    for name in _order(MADE_OF.get(op, op), target):
         if name not in excluded and unsupported(name, op, target, dtype) is None:
             if name == "reference" and device == "cuda":
                 _warn_reference(op)
             return name
     raise BackendError(f"{op}: no backend can run here; moe_kernels.explain({op!r}, ...) says why")
+
+
+def _order(op: str, target: str) -> tuple[str, ...]:
+    device, _, capability = target.partition(":")
+    order = AUTOMATIC.get(device, ("reference",))
+    major = int(capability.partition(".")[0] or 0)
+    fits = (each.first for each in PREFERRED if each.op == op and each.major in (None, major))
+    first = next(fits, order[0]) if device == "cuda" else order[0]
+    return first, *(name for name in order if name != first)
 
 
 def unsupported(name: str, op: str, target: str, dtype: torch.dtype) -> str | None:

@@ -362,7 +362,7 @@ def expert_mlp(
     check_parameters("expert_mlp", x, plan.num_experts, w_in, w_out, b_in, b_out, activation, alpha, limit)
     if weights is not None:
         _check_weights(weights, plan.slot_row, x)
-    chosen = backends.choose_shapes("expert_mlp", backend, x)
+    chosen = backends.choose_shapes("expert_mlp", backend, x, w_in, w_out)
     if chosen == "reference":
         operators.refuse_bad_rows("expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
         named = {"weights": weights, "b_in": b_in, "b_out": b_out}
@@ -401,7 +401,7 @@ def expert_mlp_of_choices(
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-    chosen = backends.choose_shapes("expert_mlp", None, x)
+    chosen = backends.choose_shapes("expert_mlp", None, x, w_in, w_out)
     recorded = is_compiling() or torch.jit.is_tracing()  # a recorded graph may be differentiated later
     if chosen != "cpu" or activation == CLAMPED or differentiated or recorded:
         plan = make_plan(torch.where(experts < num_experts, experts, -1), num_experts)

@@ -235,7 +235,7 @@ def expert_norms(
     if activation == CLAMPED:
         raise ValueError(f"expert_norms: activation must be one that grouped_gemm takes, but not {activation!r}")
     check_parameters("expert_norms", x, None, w_in, w_out, b_in, b_out, activation)
-    chosen = backends.choose("expert_norms", backend, x)
+    chosen = backends.choose("expert_norms", backend, x, w_in, w_out)
     if chosen == "reference":
         with without_autocast(x.device.type):
             return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)

@@ -289,8 +289,9 @@ def grouped_gemm(
     Returns:
         (R, Dout), or (R, Dout / 2) with an activation that halves the columns, in the dtype of rows. Products, bias and
         activation are computed in float32 (float64 stays); exceptions are "swiglu_clamped", and bfloat16 on a CPU (see
-        below). On a GPU float32 products are IEEE, or TF32 if torch.backends.cuda.matmul.allow_tf32 is set. Rows from
-        expert_offsets[E] on are zero. The same input gives the same bits, on a CPU with the same number of threads.
+        below). On a GPU a float32 product is three TF32 products, about as exact as IEEE's, or one if
+        torch.backends.cuda.matmul.allow_tf32 is set. Rows from expert_offsets[E] on are zero. The same input gives the
+        same bits, on a CPU with the same number of threads.
 
     bfloat16 on a CPU: the bfloat16 instructions of AVX-512 and AMX treat subnormal numbers as zero. With AMX, torch.mm
     multiplies large experts. It rounds to bfloat16 before the activation, and it may read memory beside a view, so that
@@ -331,7 +332,7 @@ def grouped_gemm(
     expert_offsets = _index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
     if row_token is not None:
         row_token = _index("row_token", row_token, "(R,)", None, rows)
-    chosen = backends.choose_shapes("grouped_gemm", backend, rows)
+    chosen = backends.choose_shapes("grouped_gemm", backend, rows, weight)
     if chosen == "reference":
         operators.refuse_bad_groups(expert_offsets, rows, row_token)
         named: dict[str, Any] = {"bias": bias, "activation": activation, "alpha": alpha, "limit": limit}

@@ -80,6 +80,54 @@ def test_the_choice_follows_the_capability(gpu):
     assert backends.choose("kwta", None, x) == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("op", "capability", "expected"),
+    [
+        ("grouped_gemm", (8, 0), "cuda"),
+        ("grouped_gemm", (9, 0), "triton"),
+        ("grouped_gemm", (12, 0), "cuda"),
+        ("expert_mlp", (8, 6), "cuda"),
+        ("expert_norms", (9, 0), "triton"),
+        ("topk_gate", (8, 0), "triton"),
+        ("tree_gate", (9, 0), "triton"),
+        ("kwta", (9, 0), "cuda"),
+        ("make_plan", (8, 0), "cuda"),
+        ("sinkhorn", (8, 0), "cuda"),
+    ],
+)
+def test_where_both_backends_run_the_table_decides(monkeypatch, op, capability, expected):
+    monkeypatch.setattr(backends, "target_of", lambda device, index: "cuda:{}.{}".format(*capability))
+    monkeypatch.setattr(backends, "unsupported", lambda name, *rest: "no CPU" if name == "cpu" else None)
+    monkeypatch.setattr(backends, "_limits", lambda *given: ())
+    backends.reconsider()
+    more = (on_gpu(1, 7, 16),) if op == "tree_gate" else ()
+    assert backends.choose(op, None, on_gpu(4, 16, dtype=torch.bfloat16), *more) == expected
+    backends.reconsider()
+
+
+def test_a_product_of_rows_that_cuda_would_copy_takes_triton(monkeypatch):
+    here = {"cuda", "triton", "reference"}
+    monkeypatch.setattr(backends, "target_of", lambda device, index: "cuda:8.0")
+    monkeypatch.setattr(backends, "unsupported", lambda name, *rest: None if name in here else "not here")
+    for rows, columns, expected in ((16, 24, "cuda"), (12, 24, "triton"), (16, 20, "triton")):
+        backends.reconsider()
+        given = on_gpu(4, rows, dtype=torch.bfloat16), on_gpu(2, rows, columns, dtype=torch.bfloat16)
+        assert backends.choose("grouped_gemm", None, *given) == expected
+        assert backends.choose("grouped_gemm", "cuda", *given) == "cuda"
+        here.discard("triton")
+        backends.reconsider()
+        assert backends.choose("grouped_gemm", None, *given) == "cuda"
+        here.add("triton")
+    backends.reconsider()
+
+
+def test_the_table_names_operations_and_backends_once():
+    assert all(
+        each.first in ("cuda", "triton") and not backends.missing("reference", each.op) for each in backends.PREFERRED
+    )
+    assert len({(each.op, each.major) for each in backends.PREFERRED}) == len(backends.PREFERRED)
+
+
 def test_an_old_driver_is_explained(gpu, capsys):
     gpu.driver = 12080
     backends._warn_reference.cache_clear()

@@ -98,16 +98,6 @@ def test_float32(kind):
     assert not any(name.startswith("wgmma") for name in opcodes(launches))
 
 
-@pytest.fixture
-def tf32():
-    matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    yield
-    setattr(matmul, name, before)
-
-
 @pytest.mark.parametrize("width", [(40, 72), (33, 70)])
 def test_tf32(width, tf32):
     """TF32 products are float32 products of operands without their lower 13 bits."""

@@ -240,15 +240,16 @@ def test_gathered_rows_far_apart(target):
         torch.testing.assert_close(got[name], expected[name], rtol=2.0**-6, atol=0.1)
 
 
-def test_the_search_for_an_expert_takes_several_rounds(target, monkeypatch):
-    """Kernels search the offsets for the expert of a tile: CUDA in rounds of 32 comparisons, Triton by bisection from
-    E = MAX_BLOCK_E on."""
-    if target.backend == "triton":
+@pytest.mark.parametrize(("experts", "most"), [(70, 40), (300, 5)])
+def test_the_expert_of_a_tile_is_found_among_many(target, monkeypatch, experts, most):
+    """Kernels sum the experts' tiles up, CUDA those of up to 255 experts. Of more experts they search the offsets: CUDA
+    in rounds of 32 comparisons, Triton by bisection from E = MAX_BLOCK_E on."""
+    if target.backend == "triton" and experts == 300:
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
-    counts = torch.randint(0, 40, (70,)).masked_fill(torch.rand(70) < 0.3, 0)
+    counts = torch.randint(0, most, (experts,)).masked_fill(torch.rand(experts) < 0.3, 0)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device, torch.int32)
-    x, weight = torch.randn(int(offsets[-1]) + 40, 16).to(device, dtype), torch.randn(70, 16, 16).to(device, dtype)
+    x, weight = (torch.randn(*size, 16).to(device, dtype) for size in ((int(offsets[-1]) + 40,), (experts, 16)))
     got, expected = (mk.grouped_gemm(x, weight, offsets, backend=each) for each in (target.backend, "reference"))
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got, expected, rtol=rounding, atol=rounding)

@@ -49,7 +49,7 @@ class Entry:
 # access to it is an error. Gaps grow by multiples of this, which keep swizzles of addresses and bank conflicts.
 GAP = 1024
 
-_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
+_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(\[\d*\])?")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\w\s.]*?)?\s+([\w$]+)(?:\[(\d+)\])?$")
 _TOKEN = re.compile(
@@ -107,7 +107,7 @@ def parse(text: str, only: str | None = None) -> list[Entry]:
     for m in _ENTRY.finditer(text):
         if m.start() < end:
             continue
-        outside |= {s[2]: (int(s[1]), int(s[3] or 0)) for s in _SHARED.finditer(text, end, m.start())}
+        outside |= {s[3]: (int(s[1]), _bytes(s)) for s in _SHARED.finditer(text, end, m.start())}
         end = _closing(text, m.end())
         if only in (None, m[1]):
             bodies.append((m, end))
@@ -165,7 +165,7 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
                 s = _SHARED.search(statement)
                 if s is None:
                     raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
-                _reserve(entry, s[2], int(s[1]), int(s[3] or 0))
+                _reserve(entry, s[3], int(s[1]), _bytes(s))
             else:
                 raise Unsupported(f"{entry.name}: the declaration {statement} is not supported")
         elif kind == "label":
@@ -197,6 +197,12 @@ def _registers(entry: Entry, text: str, scopes: list[dict[str, str]]) -> None:
         if len(scopes) > 1:
             scopes[-1][name] = unique
         entry.registers[unique] = m[1]
+
+
+def _bytes(shared: re.Match[str]) -> int:
+    """Bytes of a shared variable; 0 for name[], which is dynamic."""
+    count = 1 if shared[4] is None else int(shared[4][1:-1] or 0)
+    return SIZES[shared[2]] * count
 
 
 def _reserve(entry: Entry, name: str, align: int, size: int) -> None:

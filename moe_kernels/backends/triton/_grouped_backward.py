@@ -15,18 +15,22 @@ from torch import Tensor
 from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.triton import launch, on_device, tile
 from moe_kernels.backends.triton._grouped_configs import (
+    MAX_SORTED,
     Tiles,
     activation_of,
     blocks,
     operands,
     precision,
+    row_tiles,
     run_with_tiles,
 )
 from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
     activate_with_slope,
+    by_size,
     find_tile,
     multiply_tile,
+    product,
     raster,
     split_columns,
     tile_rows,
@@ -58,7 +62,7 @@ def _load_rows(
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E"])
 def _grouped_gemm_bwd_weight(
     x_ptr,  # (T or R, K)
     grad_ptr,  # (T or R, N)
@@ -68,9 +72,9 @@ def _grouped_gemm_bwd_weight(
     row_weight_ptr,  # (R), multiplies rows of grad in dbias only; not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
-    stride_x, stride_grad, K, N,
-    GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    stride_x, stride_grad, E, K, N,
+    SORTED: tl.constexpr, GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # columns of x
     BLOCK_N: tl.constexpr,  # columns of grad
     BLOCK_K: tl.constexpr,  # rows in a step
@@ -78,8 +82,9 @@ def _grouped_gemm_bwd_weight(
     # The grid has one dimension: the other two would be limited to 65535 programs.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
-    expert = tl.program_id(0) // tiles
-    row_tile, column_tile = raster(column_tiles, tiles, expert * tiles)
+    place = tl.program_id(0) // tiles
+    row_tile, column_tile = raster(column_tiles, tiles, place * tiles)
+    expert = by_size(place, expert_offsets_ptr, E, SORTED)
     begin = tl.load(expert_offsets_ptr + expert)
     end = tl.load(expert_offsets_ptr + expert + 1)
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -100,7 +105,7 @@ def _grouped_gemm_bwd_weight(
         row = start + tl.arange(0, BLOCK_K)
         a = _load_rows(x_ptr, x_token_ptr, row, end, k, K, stride_x, GATHER_X, WIDEN, True)
         b = _load_rows(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, WIDEN)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = product(a, b, total, PRECISION)
     ptrs = dweight_ptr + (expert.to(tl.int64) * K + k[:, None]) * N + n[None, :]
     tl.store(ptrs, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
@@ -260,16 +265,17 @@ def grouped_gemm_bwd_weight(
     num_rows = (x if x_token is None else x_token).shape[0]
 
     def run(tiles):
-        row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # without columns of x the kernel still computes dbias
+        blocks_m = max(triton.cdiv(dim, tiles.m), 1)  # without columns of x the kernel still computes dbias
         launch(
-            _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n) * num_experts,),
+            _grouped_gemm_bwd_weight, (blocks_m * triton.cdiv(columns, tiles.n) * num_experts,),
             x, grad, expert_offsets if x_token is None else x_token,
             expert_offsets if grad_token is None else grad_token, expert_offsets,
             dweight if row_weight is None else row_weight, dweight, dbias,
-            x.stride(0), grad.stride(0), dim, columns,
+            x.stride(0), grad.stride(0), num_experts, dim, columns,
+            SORTED=triton.next_power_of_2(num_experts) if num_experts <= MAX_SORTED else 0,
             GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
             WEIGHTED=row_weight is not None,
-            **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
+            **precision(x), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
     run_with_tiles("weight", x, grad, num_rows, num_experts, columns, run, training=True)
@@ -298,7 +304,7 @@ def expert_mlp_bwd_hidden(
         column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # if hidden is 0, the kernel still computes <b_out, dy>
         partial = row_weight.new_empty((num_rows, column_tiles))
         launch(
-            _expert_mlp_bwd_hidden, ((num_rows // tiles.m + num_experts + 1) * column_tiles,),
+            _expert_mlp_bwd_hidden, (row_tiles(num_rows, num_experts, tiles) * column_tiles,),
             row_token_ptr=expert_offsets if row_token is None else row_token, row_weight_ptr=row_weight,
             bias_ptr=expert_offsets if b_out is None else b_out, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
             dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, N=hidden, BIAS=b_out is not None,

@@ -1,16 +1,20 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
-The keys of TILES and ALTERNATIVES are a kernel and its inner loop: 80 for cp.async and mma.sync, 90 for wgmma, with
-tensor descriptors where possible. Kernels "fwd" and "gated" multiply rows by weights, "weight" computes the weight's
-gradient, "hidden" the gradient of an expert MLP's hidden layer. The sizes were not timed on a GPU.
+tiles.json has the sizes, by device, kernel and class of shapes: those of "sm_90" for GPUs of compute capability 9.x,
+which run wgmma with tensor descriptors where possible, those of "sm_80" for all others, which run cp.async and
+mma.sync, and those under the name of a GPU for this GPU. Kernels "fwd" and "gated" multiply rows by weights, "weight"
+computes the weight's gradient, "hidden" the gradient of an expert MLP's hidden layer. No sizes in the package were
+timed on a GPU; `python -m bench tiles` times them and writes such a file, which MOE_KERNELS_TILES names. Nothing is
+timed at run time: sums depend on the tiles, so every rank and every run has to take the same.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +29,10 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activa
 MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once
+MAX_SORTED = 256  # most experts whose weight gradients start in the order of their rows; a program compares all pairs
 
-# Milliseconds of Tiles. A key is (kernel, device, dtype, width of x, columns, experts, bit length of num_rows).
-timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
+FILE = Path(__file__).with_name("tiles.json")
+VARIABLE = "MOE_KERNELS_TILES"
 
 
 class Tiles(NamedTuple):
@@ -40,29 +45,12 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Tiles for few rows per expert, for few columns, and for all other sizes (`choose_tiles`). In "gated" tiles n counts
-# columns of gates; the program also computes n linear columns.
-TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
-    ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
-    ("fwd", 90): (Tiles(64, 128, 64, 4, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
-    ("gated", 80): (Tiles(64, 64, 32, 4, 4), Tiles(128, 64, 32, 4, 4), Tiles(128, 64, 32, 4, 4)),
-    ("gated", 90): (Tiles(64, 64, 64, 4, 4), Tiles(128, 64, 64, 8, 4), Tiles(128, 128, 64, 8, 4)),
-    ("hidden", 80): (Tiles(64, 64, 32, 4, 4), Tiles(128, 64, 32, 4, 4), Tiles(128, 64, 32, 4, 4)),
-    ("hidden", 90): (Tiles(64, 64, 64, 4, 4), Tiles(128, 64, 64, 8, 4), Tiles(128, 128, 64, 8, 4)),
-    ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
-    ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
-}
-# Tiles that MOE_KERNELS_AUTOTUNE=1 also times.
-ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
-    ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
-    ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
-    ("gated", 80): (Tiles(128, 64, 32, 8, 4), Tiles(128, 128, 32, 8, 3)),
-    ("gated", 90): (Tiles(128, 64, 64, 8, 3), Tiles(128, 64, 64, 4, 3), Tiles(128, 128, 64, 8, 3)),
-    ("hidden", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3)),
-    ("hidden", 90): (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 4), Tiles(256, 128, 64, 8, 4)),
-    ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
-    ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
-}
+# Of tiles.json: the kernels, and the classes of shapes (`choose_tiles`). In "gated" tiles n counts columns of gates;
+# the program also computes n linear columns.
+KERNELS = ("fwd", "gated", "hidden", "weight")
+CLASSES = ("few rows", "few columns", "other")
+Table = dict[str, dict[str, Tiles]]  # by kernel and class
+
 # Tiles for float32, and for arguments that are not `_divisible`, whose loads Triton may not vectorize.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
@@ -78,6 +66,49 @@ def loop(device: torch.device) -> int:
     return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
+@functools.cache
+def tables() -> dict[str, Table]:
+    """Tables of tiles by device, of the package and, where MOE_KERNELS_TILES names a file, of that file before these.
+
+    Raises:
+        ValueError: the file that MOE_KERNELS_TILES names cannot be read, or has no such tiles.
+    """
+    found = _read(FILE)
+    if path := os.environ.get(VARIABLE):
+        try:
+            found |= _read(Path(path))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"grouped_gemm: {VARIABLE} names {path}, which is no file of tiles ({error}); expected what "
+                f"`python -m bench tiles` writes: {{device: {{kernel: {{class: [m, n, k, warps, stages]}}}}}}"
+            ) from error
+    return found
+
+
+def _read(path: Path) -> dict[str, Table]:
+    found = {}
+    for device, kernels in json.loads(path.read_text()).items():
+        found[device] = {
+            kernel: {name: Tiles(*map(int, sizes)) for name, sizes in classes.items()}
+            for kernel, classes in kernels.items()
+        }
+        for kernel in KERNELS:
+            if set(found[device].get(kernel, {})) != set(CLASSES):
+                raise ValueError(f"{device} needs tiles of {kernel} for {', '.join(CLASSES)}")
+    return found
+
+
+def table(device: torch.device) -> Table:
+    """The tiles of a GPU: under its name, else those of the inner loop that it runs."""
+    known = tables()
+    return known.get(_name(device)) or known[f"sm_{loop(device)}"]
+
+
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def run_with_tiles(
     kernel: str,
     x: Tensor,
@@ -90,23 +121,15 @@ def run_with_tiles(
 ) -> None:
     """Calls run(tiles), which launches the kernel, with tiles that suit the product of x (T or R, K) and `other`.
 
-    With MOE_KERNELS_AUTOTUNE=1, 16-bit `_divisible` arguments on a GPU use the fastest of TILES and ALTERNATIVES, timed
-    once for each key of `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured. In
-    the mode batch_invariant nothing is timed, and the number of rows decides only between tiles that add alike.
+    In the mode batch_invariant the number of rows decides only between tiles that add alike.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
-    inner_loop, divisible = loop(x.device), x.dtype != torch.float32 and _divisible(x, other, columns)
-    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training or _keeps_tiles(x))
+    divisible = x.dtype != torch.float32 and _divisible(x, other, columns)
+    known = table(x.device)[kernel] if divisible else None
+    tiles = choose_tiles(kernel, known, num_rows, num_experts, columns, training or _keeps_tiles(x))
     if is_fixed() and tiles == GENERAL["fwd"]:  # a router's product often has few columns, its gradient few terms
         tiles = tiles._replace(n=_fitting(tiles.n, columns), k=_fitting(tiles.k, x.shape[1]))
-    if divisible and not is_fixed() and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
-        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, num_rows.bit_length())
-        if key not in timed and not torch.cuda.is_current_stream_capturing():
-            candidates = dict.fromkeys((*TILES[kernel, inner_loop], *ALTERNATIVES[kernel, inner_loop]))
-            timed[key] = {each: _milliseconds(run, each) for each in candidates}
-        if key in timed:
-            tiles = min(timed[key], key=timed[key].__getitem__)
     run(tiles)
 
 
@@ -127,28 +150,24 @@ def _fitting(size: int, needed: int) -> int:
     return min(size, max(16, triton.next_power_of_2(needed)))
 
 
-def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
-    """Median milliseconds of run(tiles) with a cold L2 cache; infinite if the device has no room for such tiles."""
-    try:
-        return triton.testing.do_bench(lambda: run(tiles), return_mode="median")
-    except triton.runtime.OutOfResources:
-        return math.inf
-
-
 def choose_tiles(
-    kernel: str, inner_loop: int, divisible: bool, num_rows: int, num_experts: int, columns: int, training: bool = False
+    kernel: str,
+    known: dict[str, Tiles] | None,
+    num_rows: int,
+    num_experts: int,
+    columns: int,
+    training: bool = False,
 ) -> Tiles:
-    """GENERAL if not divisible, else TILES for few rows, for few columns or for all other sizes.
+    """Of the tiles `known` by class those for few rows, for few columns or for all other sizes; GENERAL if None.
 
     Training does not use the tiles for few rows: the number of rows may change from step to step, and a change of tiles
     would compile another kernel.
     """
-    few_rows, few_columns, largest = TILES[kernel, inner_loop]
-    if not divisible:
+    if known is None:
         return GENERAL[kernel]
     if num_rows <= 96 * num_experts and not training:
-        return few_rows
-    return few_columns if columns <= largest.n // 2 else largest
+        return known["few rows"]
+    return known["few columns" if columns <= known["other"].n // 2 else "other"]
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
@@ -160,17 +179,33 @@ def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     )
 
 
+def row_tiles(num_rows: int, num_experts: int, tiles: Tiles) -> int:
+    """Row tiles of a launch, for any offsets: see _grouped_tiles.py."""
+    if triton.next_power_of_2(num_experts + 1) > MAX_BLOCK_E:
+        return num_rows // tiles.m + num_experts + 1
+    return min(num_rows, num_rows // tiles.m + num_experts) + 1
+
+
 def activation_of(name: str) -> dict[str, Any]:
     return {"ACTIVATION": GATES.get(name, name), "GATED": name in GATES}
 
 
-def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """PRECISION of tl.dot. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit operands become float32."""
+FEW_TERMS = 16  # float32 sums of fewer terms are exacter without tensor cores
+
+
+def precision(x: Tensor, terms: int | None = None) -> dict[str, Any]:
+    """PRECISION of `product`: for float32 one TF32 product where torch allows TF32, else three; none for few terms.
+
+    terms: of each sum; None if they depend on data. WIDEN: Triton's interpreter cannot multiply bfloat16, so 16-bit
+    operands become float32.
+    """
+    dtype = x.dtype
     matmul = torch.backends.cuda.matmul
     # Older torch has only allow_tf32; newer torch may raise if allow_tf32 is read after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     widen = triton.knobs.runtime.interpret and dtype != torch.float32
-    return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}
+    float32 = "tf32" if tf32 else "three" if terms is None or terms >= FEW_TERMS else "ieee"
+    return {"PRECISION": float32 if dtype == torch.float32 else "ieee", "WIDEN": widen}
 
 
 def blocks(tiles: Tiles) -> dict[str, int]:
@@ -187,7 +222,7 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
     experts = triton.next_power_of_2(weight.shape[0] + 1)
-    return precision(x.dtype) | blocks(tiles) | {
+    return precision(x, weight.shape[1]) | blocks(tiles) | {
         "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
         "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0,
         "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,

@@ -1,8 +1,9 @@
 """Functions that kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. Every expert then has enough tiles for its
-rows, and at most one tile without rows. Rows from expert_offsets[E] on, which no expert uses, count as rows of one more
-expert, E. A launch has R // BLOCK_M + E + 1 row tiles for any offsets, so the host need not wait for the offsets.
+A launch lists the row tiles that have rows: those of expert 0, of expert 1, and so on, BLOCK_M rows each but for an
+expert's last. Each program finds its tile by a prefix sum, so the host need not wait for the offsets. Rows from
+expert_offsets[E] on, which no expert uses, count as rows of one more expert, E. R rows of E + 1 experts fill at most
+min(R, R // BLOCK_M + E) + 1 tiles (`row_tiles`).
 
 In shapes K is the width of x, N that of the product.
 """
@@ -28,20 +29,46 @@ def find_tile(
     """(expert of a row tile, first row of the tile, end of the expert's rows). The tile has no rows if first >= end."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
-        starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
-        expert = tl.sum(((starts <= tile) & (e <= E)).to(tl.int32), axis=0) - 1
-    else:
-        expert = tile * 0
-        above = expert + E + 1
-        while above - expert > 1:
-            middle = (expert + above) // 2
-            reached = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
-            expert = tl.where(reached, middle, expert)
-            above = tl.where(reached, above, middle)
-    # Offsets of a stale plan are kept inside the R rows, which kernels write.
+        # Offsets of a stale plan are kept inside the R rows, which kernels write.
+        begin = tl.maximum(tl.load(expert_offsets_ptr + e, mask=e <= E, other=0), 0)
+        end = tl.minimum(tl.load(expert_offsets_ptr + e + 1, mask=e < E, other=R), R)
+        tiles = tl.where(e <= E, tl.maximum(end - begin + BLOCK_M - 1, 0) // BLOCK_M, 0)
+        expert = tl.minimum(tl.sum(((tl.cumsum(tiles, 0) <= tile) & (e <= E)).to(tl.int32), axis=0), E)
+        first = tile - tl.sum(tl.where(e < expert, tiles, 0), axis=0)
+        begin = tl.sum(tl.where(e == expert, begin, 0), axis=0) + first * BLOCK_M
+        return expert, begin, tl.sum(tl.where(e == expert, end, 0), axis=0)
+    # Too many experts to load at once: expert e has its first tile at expert_offsets[e] // BLOCK_M + e, and at most
+    # one tile without rows, so that a search finds it.
+    expert = tile * 0
+    above = expert + E + 1
+    while above - expert > 1:
+        middle = (expert + above) // 2
+        reached = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
+        expert = tl.where(reached, middle, expert)
+        above = tl.where(reached, above, middle)
     begin = tl.maximum(tl.load(expert_offsets_ptr + expert), 0)
     end = tl.minimum(tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R), R)
     return expert, begin + (tile - begin // BLOCK_M - expert) * BLOCK_M, end
+
+
+@triton.jit
+def by_size(
+    place,
+    expert_offsets_ptr,  # (E + 1)
+    E,
+    SORTED: tl.constexpr,  # a power of two, at least E; 0: not sorted
+):
+    """The expert at this place in the order of descending numbers of rows, of equal ones the lower first; `place` if
+    not sorted. Programs of experts with many rows then start first, and none is left over at the end."""
+    if SORTED == 0:
+        return place
+    e = tl.arange(0, SORTED)
+    rows = tl.load(expert_offsets_ptr + e + 1, mask=e < E, other=-1) - tl.load(
+        expert_offsets_ptr + e, mask=e < E, other=0
+    )
+    before = (rows[None, :] > rows[:, None]) | ((rows[None, :] == rows[:, None]) & (e[None, :] < e[:, None]))
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    return tl.sum(tl.where(rank == place, e, 0), axis=0)
 
 
 @triton.jit
@@ -105,13 +132,13 @@ def multiply_tile(
         if WIDEN:
             a = a.to(tl.float32)
         b = _weights(w, expert, start, column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = product(a, b, total, PRECISION)
         if GATED:
             second = w if W_TMA else w + (linear_column - column).to(tl.int64) * (stride_w if TRANSPOSED else 1)
             b = _weights(
                 second, expert, start, linear_column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K
             )
-            linear = tl.dot(a, b, linear, input_precision=PRECISION)
+            linear = product(a, b, linear, PRECISION)
         if not W_TMA:
             w += BLOCK_K if TRANSPOSED else BLOCK_K * stride_w
     return total, linear
@@ -132,6 +159,36 @@ def _weights(
     if WIDEN:
         b = b.to(tl.float32)
     return b
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b for tiles a (M, K) and b (K, N).
+
+    PRECISION "three": float32 by three TF32 products. a = a1 + a2 + r with a1 and a2 of 11 bits, so |r| <= 2^-23 |a|;
+    a1 b1 + a1 b2 + a2 b1 lacks about 2^-22 |a b|, which from 16 terms on costs less than the rounding of their sum.
+    Tensor cores round sums towards zero: each step is summed apart, and added to `total` with rounding to nearest.
+    """
+    if PRECISION == "three":
+        a1, a2, a_finite = _split(a)
+        b1, b2, b_finite = _split(b)
+        part = tl.dot(a2, b_finite, input_precision="tf32")
+        part = tl.dot(a_finite, b2, part, input_precision="tf32")
+        part = tl.dot(a1, b1, part, input_precision="tf32")
+        total += part
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _split(x):
+    """(high, low, high or 0): float32 x as high, x rounded to 11 bits, and the rest, which the tensor core truncates to
+    11 bits; (x, 0, 0) if x is infinite, since products of inf with low parts would be NaN. A number above 3.4019e38
+    counts as infinite. The low part of a NaN is NaN. Below 2^-115 low parts are denormal and have fewer bits."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    infinite = tl.abs(high) == float("inf")
+    return high, tl.where(infinite, 0.0, x - high), tl.where(infinite, 0.0, high)
 
 
 @triton.jit

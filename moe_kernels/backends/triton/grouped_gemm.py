@@ -20,7 +20,14 @@ from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 caller
     grouped_gemm_bwd_weight,
     grouped_gemm_sum_rows,
 )
-from moe_kernels.backends.triton._grouped_configs import GATES, Tiles, activation_of, operands, run_with_tiles
+from moe_kernels.backends.triton._grouped_configs import (
+    GATES,
+    Tiles,
+    activation_of,
+    operands,
+    row_tiles,
+    run_with_tiles,
+)
 from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
     activate,
@@ -175,7 +182,7 @@ def _launch_fwd(
     norms: bool = False,
 ) -> None:
     columns = weight.shape[2] // 2 if activation in GATES else weight.shape[2]
-    grid = ((out.shape[0] // tiles.m + weight.shape[0] + 1) * triton.cdiv(columns, tiles.n),)
+    grid = (row_tiles(out.shape[0], weight.shape[0], tiles) * triton.cdiv(columns, tiles.n),)
     launch(
         _grouped_gemm_fwd, grid,
         bias_ptr=expert_offsets if bias is None else bias.contiguous(),

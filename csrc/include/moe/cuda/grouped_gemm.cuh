@@ -36,13 +36,55 @@ struct TileRows {
   int count;  // 0 or negative if the tile has no rows
 };
 
-// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows.
-// Unused rows count as rows of expert E.
+// With at most this many experts, a launch has only tiles with rows.
+constexpr int kListed = 255;
+
+// Row tiles of a launch, for any offsets.
+inline int64_t row_tiles(int64_t num_rows, int64_t num_experts, int64_t m) {
+  return num_experts <= kListed ? std::min(num_rows, num_rows / m + num_experts) + 1 : num_rows / m + num_experts + 1;
+}
+
+// The rows of tile `index`. Tiles are those of expert 0, of expert 1, and so on, M rows each but for an expert's last.
+// Unused rows count as rows of expert E. A warp sums the numbers of tiles up; with more than kListed experts, it
+// searches instead: the first tile of expert e is then offsets[e] / M + e, which leaves enough tiles for its rows.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
-  const auto first_tile = [&](int e) { return offset(e) / M + e; };
+  const auto rows_of = [&](int expert, int64_t tile) -> TileRows {
+    const int64_t first = offset(expert) + tile * M, end = expert < num_experts ? offset(expert + 1) : num_rows;
+    return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
+  };
   const int lane = threadIdx.x % kWarpSize;
+  if (num_experts <= kListed) {
+    constexpr int kGroups = (kListed + 1) / kWarpSize;
+    int tiles[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; g++) {  // all offsets at once
+      const int e = g * kWarpSize + lane;
+      const int64_t begin = e <= num_experts ? offset(e) : num_rows;
+      const int64_t end = e < num_experts ? offset(e + 1) : num_rows;
+      tiles[g] = static_cast<int>((max(end - begin, int64_t(0)) + M - 1) / M);
+    }
+    int before = 0;
+#pragma unroll
+    for (int g = 0; g < kGroups; g++) {
+      int sum = tiles[g];
+#pragma unroll
+      for (int d = 1; d < kWarpSize; d *= 2) {
+        const int below = __shfl_up_sync(kAllLanes, sum, d);
+        if (lane >= d) sum += below;
+      }
+      const unsigned behind = __ballot_sync(kAllLanes, before + sum > index);
+      if (behind) {
+        const int at = kWarpSize - __popc(behind);  // sums ascend, so all lanes from the first such on are behind
+        const int first_tile = before + __shfl_sync(kAllLanes, sum - tiles[g], at);
+        return rows_of(g * kWarpSize + at, index - first_tile);
+      }
+      before += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+    }
+    return {-1, num_rows, 0};
+  }
+  const auto first_tile = [&](int e) { return offset(e) / M + e; };
   int expert = 0;
   for (int candidates = num_experts + 1; candidates > 1;) {
     const int apart = (candidates + kWarpSize - 1) / kWarpSize, probe = lane * apart;
@@ -51,9 +93,7 @@ __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_expe
     expert += passed;
     candidates = min(apart, candidates - passed);
   }
-  const int64_t first = offset(expert) + (index - first_tile(expert)) * M;
-  const int64_t end = expert < num_experts ? offset(expert + 1) : num_rows;
-  return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
+  return rows_of(expert, index - first_tile(expert));
 }
 
 // The columns of a tile: N neighbours, or, if gated, N / 2 neighbouring gates and their linear parts. at(c): which
@@ -100,7 +140,9 @@ __device__ void write_row_sum(float value, int row, const TileRows& rows, int co
                               float* partial) {  // (column tiles, R)
   constexpr int kLanes = Tile::kN / kPiece;
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+  }
   if (threadIdx.x % kLanes == 0 && row < rows.count) partial[column_tile * num_rows + rows.first + row] = value;
 }
 
@@ -149,11 +191,11 @@ cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cuda
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1, width = Tile::kN / column_parts;
   // At least one column tile, also if dout is 0: an epilogue may write a result for each row.
   const int64_t column_tiles = std::max<int64_t>((gemm.dout / column_parts + width - 1) / width, 1);
-  const int64_t row_tiles = gemm.num_rows / Tile::kM + gemm.num_experts + 1;
-  if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
-  gemm.row_tiles = static_cast<int>(row_tiles), gemm.column_tiles = static_cast<int>(column_tiles);
+  const int64_t rows = row_tiles(gemm.num_rows, gemm.num_experts, Tile::kM);
+  if (rows * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
+  gemm.row_tiles = static_cast<int>(rows), gemm.column_tiles = static_cast<int>(column_tiles);
   return launch(grouped_gemm_kernel<T, Tile, TRANSPOSED, Epilogue>,
-                dim3(static_cast<unsigned>(row_tiles * column_tiles)), Tile::kThreads, Tile::kSharedBytes, stream,
+                dim3(static_cast<unsigned>(rows * column_tiles)), Tile::kThreads, Tile::kSharedBytes, stream,
                 gemm, epilogue);
 }
 

@@ -11,10 +11,13 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
 
 // The sum over each group of `lanes` neighbouring lanes (a power of two). The order of additions is fixed: all lanes of
-// a group get the same bits, in every run.
+// a group get the same bits, in every run. __fadd_rn: a product before the sum must not be fused into its first addition,
+// which not all compilers would do.
 __device__ __forceinline__ float warp_sum(float value, int lanes = kWarpSize) {
 #pragma unroll
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+  }
   return value;
 }
 
