@@ -150,15 +150,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   recompute(block);  // makes the compiler compute `from` again, instead of keeping it in registers during the product
   const auto [place, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
   float* const staged_sums = reinterpret_cast<float*>(stages);
-  stage_sums<Tile>(staged_sums, sums);
   constexpr int kPieces = Tile::kN / kPiece;
   T* const dweight = call.dweight + expert * call.din * call.dout;
-  for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
-    const int row = i / kPieces, c = i % kPieces * kPiece;
-    if (m + row >= din || n + c >= dout) continue;
-    Piece values;
-    read_sums(staged_sums + row * Tile::kPitch + c, values);
-    write_piece(dweight + int64_t(m + row) * dout + n + c, kPiece, true, values);
+#pragma unroll 1
+  for (int part = 0; part < Tile::kWarpsM; part++) {
+    stage_sums<Tile>(staged_sums, sums, part);
+    for (int i = threadIdx.x; i < Tile::kWarpM * kPieces; i += Tile::kThreads) {
+      const int row = i / kPieces, c = i % kPieces * kPiece, to = m + part * Tile::kWarpM + row;
+      if (to >= din || n + c >= dout) continue;
+      Piece values;
+      read_sums(staged_sums + row * Tile::kPitch + c, values);
+      write_piece(dweight + int64_t(to) * dout + n + c, kPiece, true, values);
+    }
   }
 }
 

@@ -21,18 +21,20 @@ constexpr int kPiece = 8;  // elements in 16 bytes: a copy of cp.async, and a ro
 // elements of a row, inside or outside of the row as a whole.
 template <int M, int N, int K, int WARPS_M, int WARPS_N>
 struct Tile {
-  static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
+  static constexpr int kM = M, kN = N, kK = K, kStages = M > 32 && N > 64 ? 3 : 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
   static constexpr int kStage = (M + N) * K;  // elements of a stage
-  // Floats from row to row of the sums in shared memory. With N + 8, stage_sums writes them without bank conflicts.
+  // Floats from row to row of the sums in shared memory. With N + 8, stage_sums writes them without bank conflicts. The
+  // sums of kWarpM rows are there at once.
   static constexpr int kPitch = N + 8;
-  static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
-  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and CUDA's 1 KB for each, fit in an A100's SM");
+  static constexpr int kSharedBytes = std::max(kStages * kStage * 2, kWarpM * kPitch * 4);
+  static_assert(2 * (kSharedBytes + 1024 + 128) <= 100 * 1024,
+                "two blocks, with CUDA's 1 KB and static variables, fit in an SM of compute capability 8.6 or 8.9");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
 using LargeTile = Tile<128, 128, 32, 2, 2>;
-using FewRowsTile = Tile<32, 128, 64, 1, 4>;
+using FewRowsTile = Tile<32, 128, 32, 1, 4>;
 
 // The offset, in elements, of a piece in a staged matrix with COLUMNS columns. ldmatrix reads 8 rows at once, of each
 // row the piece with the same number. To avoid bank conflicts, these 8 pieces must be in different 16-byte parts of
@@ -251,20 +253,23 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
   async_wait<0>();
 }
 
-// Writes the block's sums to shared memory, over the stages: row r, column c at [r * kPitch + c].
+// Writes part `part` of the block's sums, of kWarpM rows, to shared memory, over the stages and over an earlier part: row
+// r of the part, column c at [r * kPitch + c].
 template <class Tile>
-__device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums) {
+__device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums, int part) {
   const int lane = threadIdx.x % kWarpSize;
   __syncthreads();
+  if (warp_m<Tile>() == part * Tile::kWarpM) {
 #pragma unroll
-  for (int i = 0; i < Tile::kWarpM / 16; i++) {
+    for (int i = 0; i < Tile::kWarpM / 16; i++) {
 #pragma unroll
-    for (int j = 0; j < Tile::kWarpN / 8; j++) {
+      for (int j = 0; j < Tile::kWarpN / 8; j++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = warp_m<Tile>() + 16 * i + 8 * half + lane / 4, column = warp_n<Tile>() + 8 * j + lane % 4 * 2;
-        *reinterpret_cast<float2*>(staged_sums + row * Tile::kPitch + column) = {sums[i][j][2 * half],
-                                                                                 sums[i][j][2 * half + 1]};
+        for (int half = 0; half < 2; half++) {
+          const int row = 16 * i + 8 * half + lane / 4, column = warp_n<Tile>() + 8 * j + lane % 4 * 2;
+          *reinterpret_cast<float2*>(staged_sums + row * Tile::kPitch + column) = {sums[i][j][2 * half],
+                                                                                   sums[i][j][2 * half + 1]};
+        }
       }
     }
   }

@@ -1,6 +1,6 @@
 // Grouped GEMM: each row of x, sorted (or gathered) by expert, times its expert's weight. An epilogue (in csrc/cuda:
 // grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes the results from the product. Each block whose tile has
-// rows calls the epilogue once, with its tile of the product in shared memory (stage_sums of gemm.cuh).
+// rows calls the epilogue with its tile of the product in shared memory, kWarpM rows at a time (stage_sums of gemm.cuh).
 // gated_columns() of the epilogue returns whether a row of the product holds all gates, then all linear parts.
 #pragma once
 
@@ -182,8 +182,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     }
   }
   float* const staged_sums = reinterpret_cast<float*>(stages);
-  stage_sums<Tile>(staged_sums, sums);
-  epilogue.template operator()<Tile>(staged_sums, rows, columns, tile.column);
+#pragma unroll 1
+  for (int part = 0; part * Tile::kWarpM < rows.count; part++) {
+    stage_sums<Tile>(staged_sums, sums, part);
+    const int before = part * Tile::kWarpM;
+    const TileRows those = {rows.expert, rows.first + before, min(rows.count - before, Tile::kWarpM)};
+    epilogue.template operator()<Tile>(staged_sums, those, columns, tile.column);
+  }
 }
 
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
