@@ -115,8 +115,15 @@ def of_experts(b: str, device: str) -> Calls:
             (grad, *mlp, pre, "geglu", [True] * 6, b),
             (grad, *mlp, None, "geglu", [False, True, False, True, False, False], b),
         ],
-        "expert_norms_fwd": [(*norms, "swiglu", b), (*(each.detach().bfloat16() for each in norms), "swiglu", b)],
-        "expert_norms_bwd": [(leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b)],
+        "expert_norms_fwd": [
+            (*norms, "swiglu", b),
+            (*norms, "swiglu", b, 2),
+            (*(each.detach().bfloat16() for each in norms), "swiglu", b),
+        ],
+        "expert_norms_bwd": [
+            (leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b),
+            (leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b, 2),
+        ],
     }
 
 

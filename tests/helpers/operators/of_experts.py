@@ -23,6 +23,7 @@ from tests.helpers.operators.of_routing import (
     rises,
 )
 from tests.helpers.operators.operator import (
+    INT32_MAX,
     Call,
     Given,
     Operator,
@@ -195,9 +196,10 @@ def _norms(dtype: torch.dtype) -> dict[str, Call]:
     def call(full: bool, sizes: dict[str, int], activation: str) -> Call:
         given = _mlp_of(dtype, full, **sizes)
         del given["weights"]
-        return given | {"activation": activation, "backend": "cpu"}
+        return given | {"activation": activation, "backend": "cpu", "winners": None}
 
-    return {"full": call(True, SMALL, "swiglu"), "none": call(False, WIDE, "relu"), "linear": call(False, WIDE, "")}
+    found = {"full": call(True, SMALL, "swiglu"), "none": call(False, WIDE, "relu"), "linear": call(False, WIDE, "")}
+    return found | {"winners": call(True, SMALL, "geglu") | {"winners": 2}}
 
 
 def _norm(s: Given, leaves: list[Any]) -> Tensor:
@@ -214,10 +216,14 @@ def _norms_bwd(dtype: torch.dtype) -> dict[str, Call]:
         found = _norm(Given(**given), _norm_leaves(Given(**given))).detach().to(computed(dtype))
         parts = {name: given[name] for name in ("x", "w_in", "w_out", "b_in", "b_out")}
         rest = {"norms": found, "activation": given["activation"], "wanted": wanted, "backend": "cpu"}
-        return {"grad": random(computed(dtype), *found.shape)} | parts | rest
+        grad = random(computed(dtype), *found.shape)
+        if given["winners"] is not None:  # more than so many gradients are exact on the CPU, an error on GPUs
+            grad[:, given["winners"] :] = 0
+        return {"grad": grad} | parts | rest | {"winners": given["winners"]}
 
     found = _norms(dtype)
     return {
+        "winners": call(found["winners"], [True] * 5),
         "full": call(found["full"], [True] * 5),
         "none": call(found["none"], [True, True, True, False, False]),
         "linear": call(found["linear"], [False, True, False, False, False]),
@@ -258,6 +264,7 @@ MLP = {
     "row_choice": "i R",
     "slot_row": "i T K",
 }
+WINNERS = (0, lambda s: INT32_MAX)
 NORMS = {name: MLP[name] for name in ("x", "w_in", "w_out", "b_in", "b_out")}
 OFFSETS = {"expert_offsets": (0, lambda s: (s.T if s.row_token is None else s.R) + 1), "row_token": INDEX["row_token"]}
 IN_ORDER: Rule = (
@@ -338,6 +345,7 @@ OPERATORS = {
         NORMS,
         _norms,
         lambda s: (_norm(s, _norm_leaves(s)).detach(),),
+        ints={"winners": WINNERS},
         choices={"activation": ACTIVATIONS},
         reordered=WEIGHTS,
         rules=(HIDDEN,),
@@ -346,6 +354,7 @@ OPERATORS = {
         {"grad": "c T E"} | NORMS | {"norms": "c T E"},
         _norms_bwd,
         _norm_gradients,
+        ints={"winners": WINNERS},
         choices={"activation": ACTIVATIONS},
         reordered=WEIGHTS,
         flags={"wanted": 5},
