@@ -4,7 +4,8 @@
     dy_te = ds_te y_te / s_te,   0 where s_te = 0
 
 Kernels compute experts in groups, with a row for each token and each expert of a group. Saved for backward: x, the
-norms and the parameters. Backward computes hidden layers and outputs again, but only of the pairs (token, expert) whose
+norms and the parameters; on a CPU also pre-activations and outputs, if all norms may have a gradient and these are few
+(see KEPT). Otherwise backward computes hidden layers and outputs again, but only of the pairs (token, expert) whose
 norm has a gradient (see _selected). The gradients are those of an expert MLP with gate weights ds / s and the output
 gradient y.
 """
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends
@@ -28,10 +30,14 @@ from moe_kernels.ops.combine import combine_fwd
 from moe_kernels.ops.expert_mlp import check_layers, check_parameters, row_weights
 from moe_kernels.ops.grouped_gemm import grouped_gemm_fwd, kernels, rows_gradient, weight_gradient
 from moe_kernels.ops.plan import make_plan_fwd
-from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous_matrices, is_fixed, smaller
+from moe_kernels.sizes import CLAMPED, compute_dtype, contiguous, contiguous_matrices, is_fixed, smaller
 
 # Limit on the elements of a tensor with a row for each token and expert of a group. A group has at least one expert.
 ELEMENTS = 2**27
+
+# Most elements of pre-activations and outputs, T E (W + Dout), that a CPU saves for backward: 64 MB in float32. Without
+# them backward computes two products again, of eight in a training step.
+KEPT = 2**24
 
 
 def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -47,10 +53,15 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
     group_size = 1 if backend == "cpu" or is_fixed() else max(ELEMENTS // widest, 1)
     for first in range(0, num_experts, group_size):
         experts = slice(first, min(first + group_size, num_experts))
-        count = experts.stop - first
-        offsets = torch.arange(count + 1, device=x.device, dtype=torch.int32) * num_tokens
-        token = torch.arange(num_tokens, device=x.device, dtype=torch.int32).repeat(count) if count > 1 else None
-        yield experts, offsets, token
+        yield experts, *_all_tokens(x, experts.stop - first)
+
+
+def _all_tokens(x: Tensor, num_experts: int) -> tuple[Tensor, Tensor | None]:
+    """(offsets, token) of rows that are all tokens for each of num_experts experts."""
+    num_tokens = x.shape[0]
+    offsets = torch.arange(num_experts + 1, device=x.device, dtype=torch.int32) * num_tokens
+    token = torch.arange(num_tokens, device=x.device, dtype=torch.int32)
+    return offsets, token.repeat(num_experts) if num_experts != 1 else None
 
 
 class _Rows(NamedTuple):
@@ -131,10 +142,21 @@ def _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend, winners=Non
         _checks.integer(op, "winners", winners, 0)
 
 
-def _check_bwd(op, grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None) -> None:
+def _check_kept(op, x, w_in, w_out, b_in, b_out, activation, backend) -> None:
+    _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend)
+    _checks.one_of(op, "backend", backend, ("cpu",))
+
+
+def _check_bwd(
+    op, grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None, pre=None, outputs=None
+) -> None:
     _check_fwd(op, x, w_in, w_out, b_in, b_out, activation, backend, winners)
     for name, each in (("grad", grad), ("norms", norms)):
         _checks.expect(op, name, each, (x.shape[0], w_in.shape[0]), compute_dtype(x.dtype), x)
+    if (pre is None) != (outputs is None):
+        raise ValueError(f"{op}: pre and outputs must both be given, or both be None")
+    for name, each, width in (("pre", pre, w_in.shape[2]), ("outputs", outputs, w_out.shape[2])):
+        _checks.expect(op, name, each, (w_in.shape[0], x.shape[0], width), x.dtype, x)
     _checks.flags(op, "wanted", wanted, 5)
 
 
@@ -149,6 +171,19 @@ def expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation, backend, winners=N
     return squares.sqrt_().t().contiguous()
 
 
+def expert_norms_kept_fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms, and what backward needs besides: pre-activations (E, T, W) and outputs (E, T, Dout)."""
+    (num_experts, _, width), dout = w_in.shape, w_out.shape[2]
+    offsets, token = _all_tokens(x, num_experts)
+    hidden, pre = grouped_gemm_fwd(x, w_in, offsets, token, b_in, activation, activation != "", backend)
+    outputs = x.new_empty((hidden.shape[0], dout))
+    given = contiguous_matrices(w_out), offsets, *contiguous(b_out), outputs
+    squares = kernels(backend).grouped_gemm_norms(hidden, *given)
+    norms = squares.sqrt_().view(num_experts, x.shape[0]).t().contiguous()
+    pre = (pre if activation else hidden).view(num_experts, x.shape[0], width)
+    return norms, pre, outputs.view(num_experts, x.shape[0], dout)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.activation, ctx.backend, ctx.winners = inputs
     ctx.save_for_backward(*tensors, output)
@@ -161,9 +196,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), None, None, None
 
 
+def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.activation, ctx.backend = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward_kept(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, pre, outputs = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:5])
+    given = grad, *tensors, ctx.activation, wanted, ctx.backend, None, pre, outputs
+    found = operators.expert_norms_bwd(*given)
+    return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), None, None
+
+
 def expert_norms_bwd(
-    grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None
+    grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None, pre=None, outputs=None
 ) -> tuple[Tensor, ...]:
+    """pre, outputs: what expert_norms_kept_fwd returned; only "cpu" reads them, others compute them again."""
     given = w_in, w_out, b_in, b_out
     found: list[Tensor | None] = [None] * len(wanted)  # the gradients to x and to the tensors of `given`
     if w_in.shape[0] == 0:
@@ -171,7 +221,8 @@ def expert_norms_bwd(
         found = [each.new_zeros(each.shape) if needed else None for each, needed in every]
     shares = torch.where((norms == 0) | (grad == 0), 0, grad / norms)
     for rows in _rows(shares, x, w_in, w_out, winners, backend):
-        to_x, *rest = _group_bwd(x, rows, _slice_of(rows.experts, *given), activation, wanted, backend)
+        kept = None if pre is None or backend != "cpu" else _kept(rows, pre, outputs)
+        to_x, *rest = _group_bwd(x, rows, _slice_of(rows.experts, *given), kept, activation, wanted, backend)
         if rows.experts.stop - rows.experts.start == w_in.shape[0]:
             found = [to_x, *rest]
             break
@@ -186,18 +237,33 @@ def expert_norms_bwd(
     return tuple(x.new_empty(0) if each is None else each.to(x.dtype) for each in found)
 
 
-def _group_bwd(x, rows: _Rows, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
+def _kept(rows: _Rows, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`rows` of the tensors (E, T, width) that expert_norms_kept_fwd returned."""
+    if rows.token is None:  # all tokens of one expert
+        return tuple(each[rows.experts.start].contiguous() for each in tensors)
+    expert = torch.arange(rows.experts.start, rows.experts.stop, device=rows.token.device)
+    pairs = expert.repeat_interleave(rows.offsets.diff()) * tensors[0].shape[1] + rows.token
+    return tuple(each.flatten(0, 1).index_select(0, pairs) for each in tensors)
+
+
+def _group_bwd(x, rows: _Rows, parameters, kept, activation, wanted, backend) -> tuple[Tensor | None, ...]:
     """Gradients to x and the parameters of a group of experts, where the gradient to an output row y_r is share_r y_r:
-    the backward pass of an expert MLP with gate weights `share` and the gradient y."""
+    the backward pass of an expert MLP with gate weights `share` and the gradient y.
+
+    kept: the rows' pre-activations and outputs; None if they are to be computed again."""
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     _, offsets, token, share, _ = rows
     dx = dw_in = dw_out = db_in = db_out = None
-    hidden, pre = grouped_gemm_fwd(x, w_in, offsets, token, b_in, activation, activation != "", backend)
-    y, _ = grouped_gemm_fwd(hidden, w_out, offsets, None, b_out, "", False, backend)
+    if kept is None:
+        hidden, pre = grouped_gemm_fwd(x, w_in, offsets, token, b_in, activation, activation != "", backend)
+        y, _ = grouped_gemm_fwd(hidden, w_out, offsets, None, b_out, "", False, backend)
+        pre = pre if activation else hidden
+    else:
+        pre, y = kept
     if x.dtype == torch.float16:  # kernels store hidden * share, which may overflow if a norm is small
-        y, share = y.mul_(share[:, None]), torch.ones_like(share)
-    given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
+        y, share = (y * share[:, None]).to(x.dtype), torch.ones_like(share)
+    given = y, contiguous_matrices(w_out), offsets, None, share, pre
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
     if to_w_out or to_b_out:
         dw_out, db_out = weight_gradient(weighted, y, offsets, None, None, to_b_out, backend, row_weight=share)
@@ -223,7 +289,12 @@ def _slice_of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
     return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
 
 
-def _bwd_fake(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None):
+def _kept_fake(x, w_in, w_out, *rest):
+    norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype))
+    return norms, *(x.new_empty((w_in.shape[0], x.shape[0], each.shape[2])) for each in (w_in, w_out))
+
+
+def _bwd_fake(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, *rest):
     given = zip((x, w_in, w_out, b_in, b_out), wanted, strict=True)
     return tuple(x.new_empty(0) if each is None else gradient_like(each, needed) for each, needed in given)
 
@@ -234,12 +305,13 @@ def _products_flops(x, w_in, w_out, num_rows: int | None = None) -> tuple[int, i
 
 
 def _bwd_flops(
-    grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None, *rest, **kwargs
+    grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend, winners=None, pre=None, *rest, **kwargs
 ) -> int:
     each = w_in[0] if winners is None else smaller(winners, w_in[0])  # experts of a token
     first, second = _products_flops(x, w_in, w_out, x[0] * each)
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    return first + second * (2 + (to_w_out or to_b_out)) + first * (to_x + (to_w_in or to_b_in))
+    again = first + second if pre is None else 0
+    return again + second * (1 + (to_w_out or to_b_out)) + first * (to_x + (to_w_in or to_b_in))
 
 
 _TENSORS = "Tensor x, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out"
@@ -254,8 +326,17 @@ define(
     backward=_backward,
 )
 define(
+    f"expert_norms_kept_fwd({_TENSORS}, str activation, str backend) -> (Tensor, Tensor, Tensor)",
+    expert_norms_kept_fwd,
+    _kept_fake,
+    lambda x, w_in, w_out, *rest, out_shape=None, **kwargs: sum(_products_flops(x, w_in, w_out)),
+    check=_check_kept,
+    save=_save_kept,
+    backward=_backward_kept,
+)
+define(
     f"expert_norms_bwd(Tensor grad, {_TENSORS}, Tensor norms, str activation, bool[] wanted, str backend, "
-    f"SymInt? winners=None) -> ({', '.join(['Tensor'] * 5)})",
+    f"SymInt? winners=None, Tensor? pre=None, Tensor? outputs=None) -> ({', '.join(['Tensor'] * 5)})",
     expert_norms_bwd,
     _bwd_fake,
     _bwd_flops,
@@ -303,6 +384,8 @@ def expert_norms(
     each of G experts have, all together, up to T G H elements forward and T G (D + 2 W + 2 H + Dout) backward, or with
     K winners T K (D + 2 W + 2 H + Dout). FLOPs (torch's counter): 2 T E (D W + H Dout) forward; backward, if all
     gradients are needed, 6 T E (D W + H Dout), with winners 6 T K (D W + H Dout), a third of them for recomputation.
+    In eager mode on a CPU, with a gradient and without `winners`, forward saves pre-activations and outputs if they
+    have up to 2^24 elements, T E (W + Dout); then backward computes nothing again.
 
     Raises:
         TypeError: a tensor has another dtype or layout, or torch.func or forward-mode AD is used.
@@ -331,4 +414,14 @@ def expert_norms(
     if chosen == "reference":
         with without_autocast(x.device.type):
             return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
-    return operators.expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation or "", mark(chosen), winners).to(x.dtype)
+    given = x, w_in, w_out, b_in, b_out, activation or "", mark(chosen)
+    if chosen == "cpu" and winners is None and not is_compiling() and _keeps(*given[:5]):
+        return operators.expert_norms_kept_fwd(*given)[0].to(x.dtype)
+    return operators.expert_norms_fwd(*given, winners).to(x.dtype)
+
+
+def _keeps(x: Tensor, w_in: Tensor, w_out: Tensor, *biases: Tensor | None) -> bool:
+    """Whether forward saves pre-activations and outputs: not if there is no gradient, or more of them than KEPT."""
+    differentiated = any(each is not None and each.requires_grad for each in (x, w_in, w_out, *biases))
+    elements = x.shape[0] * w_in.shape[0] * (w_in.shape[2] + w_out.shape[2])
+    return differentiated and torch.is_grad_enabled() and elements <= KEPT

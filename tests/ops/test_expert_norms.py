@@ -181,13 +181,16 @@ def test_empty_and_thin(sizes):
         torch.testing.assert_close(got[name], expected[name])
 
 
-def test_flops_are_counted():
+@pytest.mark.parametrize(("kept", "products"), [(7 * 3 * 11, 3), (7 * 3 * 11 - 1, 4)])
+def test_flops_are_counted(kept, products, monkeypatch):
+    """Pre-activations and outputs have 7 * 3 * (6 + 5) elements. Without them backward computes them again."""
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", kept)
     leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
     with FlopCounterMode(display=False) as counter:
         mk.expert_norms(
             backend="cpu", **{name: each.requires_grad_() for name, each in leaves.items()}
         ).sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 7 * 3 * (8 * 6 + 6 * 5)
+    assert counter.get_total_flops() == products * 2 * 7 * 3 * (8 * 6 + 6 * 5)
 
 
 def test_bad_input_is_named():
@@ -279,7 +282,8 @@ def test_the_cpu_computes_pairs_with_a_gradient_alone(winners, monkeypatch):
 
 
 @pytest.mark.parametrize("winners", [None, 2, 5])
-def test_flops_of_winners_are_counted(winners):
+def test_flops_of_winners_are_counted(winners, monkeypatch):
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", 0)
     leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
     with FlopCounterMode(display=False) as counter:
         results(partial(mk.expert_norms, backend="cpu", winners=winners), leaves, torch.ones(7, 3))
@@ -299,3 +303,30 @@ def test_no_winners(target):
     leaves = leaves_of(dtype, target.device, "relu", *SIZES)
     got = results(partial(mk.expert_norms, backend=target.backend, winners=0), leaves, torch.zeros(SIZES[:2]))
     assert not any(each.any() for name, each in got.items() if name != "out")
+
+
+@pytest.mark.parametrize("gradients", ["all", "of two winners", "of one"])
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), [*CASES, (None, True, torch.bfloat16)], ids=str)
+def test_saving_outputs_changes_no_bit(activation, with_bias, dtype, gradients, monkeypatch):
+    leaves, grad = leaves_of(dtype, "cpu", activation, *SIZES, with_bias=with_bias), torch.randn(SIZES[:2])
+    if gradients != "all":
+        grad = grad_of_winners(SIZES[0], SIZES[1], 2 if gradients == "of two winners" else 1, dtype)
+    call = partial(mk.expert_norms, activation=activation, backend="cpu")
+    found = results(call, leaves, grad)
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", 0)
+    for name, each in results(call, leaves, grad).items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=0, msg=name)
+
+
+def test_outputs_are_saved_for_all_gradients_alone():
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    leaves = {name: each.requires_grad_() for name, each in leaves.items()}
+
+    def operator(**options):
+        return mk.expert_norms(backend="cpu", **leaves, **options).grad_fn.name()
+
+    assert "kept" in operator()
+    assert "kept" not in operator(winners=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_kernels.ops.expert_norms.KEPT", 7 * 3 * (6 + 5) - 1)
+        assert "kept" not in operator()
