@@ -254,17 +254,22 @@ void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char
   clear(drow_weight, gemm.groups.used(), rows, sizeof(T));
 }
 
+// out (rows) = the sums of squares of the results, and `kept` (rows, dout), unless it is null, the results.
 template <class T>
-void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, int threads) {
+void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, char* kept, int64_t rows, int threads) {
   const Elements<T>& kind = gemm.x.kind;
+  const int64_t bytes = gemm.dout * kind.size;
+  if (kept) expect_pages(kept, rows * bytes);
   gemm.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* y) {
-    if (bias) kind.add(y, bias + e * gemm.dout * kind.size, gemm.dout);
+    if (bias) kind.add(y, bias + e * bytes, gemm.dout);
+    if (kept) kind.narrow(kept + row * bytes, y, gemm.dout);
     T sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < gemm.dout; ++j) sum += y[j] * y[j];
     out[row] = sum;
   });
   clear(out, gemm.groups.used(), rows, sizeof(T));
+  clear(kept, gemm.groups.used(), rows, bytes);
 }
 
 // out (tokens, dim) = the sum of each token's rows, added in ascending order. A thread computes up to `share` columns.
@@ -394,11 +399,12 @@ int expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const v
 }
 
 // Returns as grouped_gemm_fwd.
-int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads) {
+int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, void* kept, int64_t rows, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    norms(MOE_GROUPED_GEMM(T), static_cast<const char*>(bias), static_cast<T*>(out), rows, threads);
+    norms(MOE_GROUPED_GEMM(T), static_cast<const char*>(bias), static_cast<T*>(out), static_cast<char*>(kept), rows,
+          threads);
   });
   return 0;
 }

@@ -99,7 +99,7 @@
                      void* activated, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,               \
                      int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim, int64_t dout, int by_dots,  \
                      int threads);                                                                                    \
-  int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);             \
+  int grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, void* kept, int64_t rows, int threads); \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,              \
                     int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,            \

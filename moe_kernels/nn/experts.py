@@ -77,20 +77,29 @@ class Experts(nn.Module):
         shapes = ", ".join(f"{name}={tuple(each.shape)}" for name, each in self.named_parameters(recurse=False))
         return f"{shapes}, activation={self.activation!r}, dropout={self.dropout:g}"
 
-    def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        plan: RoutingPlan | None,
+        weights: Tensor | None,
+        *,
+        part: str = "output",
+        winners: int | None = None,
+    ) -> Tensor:
         """part: "output" returns the weighted sums (T, Dout); "rows" and "norms" call the method of that name.
+        winners: for `norms`.
 
         Layers and gates pass `part` instead of calling the method, so that the module's hooks run; those of fully_shard
         gather the parameters.
         """
         if part == "norms":
-            return self.norms(x)
+            return self.norms(x, winners)
         assert plan is not None
         rows = self.rows(x, plan)
         return rows if part == "rows" else combine(rows, plan, weights, backend=self.backend)
 
-    def norms(self, x: Tensor) -> Tensor:
-        """(T, E): the l2 norm of every expert's output for every token."""
+    def norms(self, x: Tensor, winners: int | None = None) -> Tensor:
+        """(T, E): the l2 norm of every expert's output for every token. winners: as in expert_norms."""
         raise NotImplementedError
 
 
@@ -200,9 +209,17 @@ class ExpertMLP(Experts):
         )
         return grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend)
 
-    def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        plan: RoutingPlan | None,
+        weights: Tensor | None,
+        *,
+        part: str = "output",
+        winners: int | None = None,
+    ) -> Tensor:
         if part != "output":
-            return super().forward(x, plan, weights, part=part)
+            return super().forward(x, plan, weights, part=part, winners=winners)
         assert plan is not None
         # In the mode batch_invariant one process adds gradients in the order in which several do; outputs are the same.
         differentiated = torch.is_grad_enabled() and any(map(_needs_gradient, (x, weights, *self.parameters())))
@@ -213,12 +230,16 @@ class ExpertMLP(Experts):
         named = {"weights": weights, "b_in": b_in, "b_out": b_out, "backend": self.backend}
         return self._apply_dropout(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
 
-    def norms(self, x: Tensor) -> Tensor:
-        """(T, E): the l2 norm of every expert's output for every token of x (T, D), in the dtype of the parameters."""
-        return self.own_norms(x) if self.exchange is None else self.exchange.norms(self, x)
+    def norms(self, x: Tensor, winners: int | None = None) -> Tensor:
+        """(T, E): the l2 norm of every expert's output for every token of x (T, D), in the dtype of the parameters.
 
-    def own_norms(self, x: Tensor) -> Tensor:
+        winners: as in expert_norms, counted over the experts of all processes.
+        """
+        return self.own_norms(x, winners) if self.exchange is None else self.exchange.norms(self, x, winners)
+
+    def own_norms(self, x: Tensor, winners: int | None = None) -> Tensor:
         """The columns of `norms` for this process's experts."""
         x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
-        norms = expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend)
+        named: dict[str, Any] = {"activation": self.activation, "winners": winners, "backend": self.backend}
+        norms = expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, **named)
         return norms.to(self.w_in.dtype)

@@ -165,8 +165,8 @@ class Exchange:
             rank = int(place) // (len(counts) // self.mesh.size())
             raise ValueError(f"{_too_small(capacity)}, {-int(least)} on rank {rank} of the mesh")
 
-    def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
-        """(T, E): the norms of all experts' outputs for x (T, D).
+    def norms(self, experts: ExpertMLP, x: Tensor, winners: int | None = None) -> Tensor:
+        """(T, E): the norms of all experts' outputs for x (T, D). winners: as in expert_norms.
 
         A rank sends its T tokens to all others, (n - 1) T D elements, and receives T (E - E / n) of the norms.
         """
@@ -177,7 +177,7 @@ class Exchange:
             received = collectives.wait_tensor(self._all_to_all(x.repeat(len(send), 1), receive, send))
         else:
             receive, received = send, self._tokens_of_all(x, self.capacity)
-        norms = collectives.wait_tensor(self._all_to_all(experts.own_norms(received), send, receive))
+        norms = collectives.wait_tensor(self._all_to_all(experts.own_norms(received, winners), send, receive))
         return norms.unflatten(0, (len(send), -1)).transpose(0, 1).flatten(1)
 
     @torch.compiler.disable(reason="ExpertParallel: the host waits for the number of tokens of every rank")

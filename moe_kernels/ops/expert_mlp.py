@@ -201,7 +201,7 @@ def expert_mlp_bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options
     if pre is None:
         pre, _ = grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
-    grad, row_weight = contiguous_rows(grad), _row_weight(weights, row_token, row_choice, compute_dtype(x.dtype))
+    grad, row_weight = contiguous_rows(grad), row_weights(weights, row_token, row_choice, compute_dtype(x.dtype))
     given = grad, contiguous_matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
     biased = b_out.contiguous() if to_weights and b_out is not None else None
     dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation, biased)
@@ -220,7 +220,7 @@ def expert_mlp_bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options
     return tuple(x.new_empty(0) if each is None else each for each in (dx, dweights, dw_in, dw_out, db_in, db_out))
 
 
-def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, dtype: torch.dtype) -> Tensor:
+def row_weights(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, dtype: torch.dtype) -> Tensor:
     """(R,): the gate weight of every row, or ones without weights. Elements of rows not in use are arbitrary."""
     if weights is None or weights.numel() == 0:
         return row_token.new_ones(row_token.shape, dtype=dtype)

@@ -16,6 +16,7 @@ from moe_kernels.nn.gates.manual import MNIST, ManualGate
 from moe_kernels.nn.gates.stable import StableGate
 from moe_kernels.nn.gates.thor import RandomGate
 from moe_kernels.nn.gates.xmoe import XMoEGate
+from moe_kernels.ops.expert_norms import expert_norms
 from moe_kernels.papers.models.moe import MoEBlock
 
 T, D, H, E, K = 10, 6, 5, 4, 2
@@ -50,6 +51,24 @@ def test_winners_are_the_strongest_experts():
         [len(set(a) & set(b)) / K for a, b in zip(top.indices.tolist(), best.indices.tolist(), strict=False)]
     )
     torch.testing.assert_close(out.statistics["agreement"], shared.mean())
+
+
+def test_a_competition_differentiates_the_norms_of_winners_alone(monkeypatch):
+    promised = []
+    monkeypatch.setattr(
+        "moe_kernels.nn.experts.expert_norms",
+        lambda *given, winners, **named: promised.append(winners) or expert_norms(*given, winners=winners, **named),
+    )
+    layer, x = competing(rate=1.0), torch.randn(T, D, dtype=torch.float64, requires_grad=True)
+    every = every_output(layer.experts, x, F.relu)
+    top = every.norm(dim=-1).topk(K)
+    chosen = every.gather(1, top.indices[..., None].expand(-1, -1, D))
+    y = (top.values.softmax(-1)[..., None] * chosen).sum(1)
+    grad, leaves = torch.randn_like(y), [x, *layer.experts.parameters()]
+    found, expected = (torch.autograd.grad(each, leaves, grad) for each in (layer(x).y, y))
+    for name, *each in zip(["x", *dict(layer.experts.named_parameters())], found, expected, strict=True):
+        torch.testing.assert_close(*each, msg=name)
+    assert promised == [K]
 
 
 @pytest.mark.parametrize("through_norms", [True, False])

@@ -69,7 +69,11 @@ def experts_of(size, dtype, transposed):
     def norms(x):
         return [mk.expert_norms(x, w_in, w_out)]
 
-    return {each.__name__: each for each in (grouped_gemm, one_expert, expert_mlp, clamped, norms)}
+    def some_norms(x, kept):
+        """The slices have more pairs with a gradient than tokens, or fewer: backward then groups them in other ways."""
+        return [mk.expert_norms(x, w_in, w_out) * kept]
+
+    return {each.__name__: each for each in (grouped_gemm, one_expert, expert_mlp, clamped, norms, some_norms)}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -78,6 +82,7 @@ def experts_of(size, dtype, transposed):
 def test_products(dtype, size, transposed):
     x, share = random(T, size[0], dtype=dtype), random(T, K).abs()
     arguments = {"grouped_gemm": (x, choices()), "one_expert": (x,), "norms": (x,)}
+    arguments["some_norms"] = x, random(T, E) > random(T, 1)
     for name, call in experts_of(size, dtype, transposed).items():
         given = arguments.get(name, (x, choices(), share))
         sizes = (1, 2, 3, 4, 5, 17, 33, 100) if size == SMALL else FEW

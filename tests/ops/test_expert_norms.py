@@ -15,7 +15,7 @@ from moe_kernels.backends.native import grouped_gemm_cpu
 from tests.helpers.expert_norms import dense, leaves_of
 from tests.helpers.grouped_gemm import DTYPES, finest, judged, results, skip_unsupported
 from tests.helpers.inputs import behind_one, each_alone
-from tests.helpers.targets import INTERPRET, Target
+from tests.helpers.targets import HAS_GPU, INTERPRET, Target
 
 OP = "expert_norms"
 
@@ -181,13 +181,16 @@ def test_empty_and_thin(sizes):
         torch.testing.assert_close(got[name], expected[name])
 
 
-def test_flops_are_counted():
+@pytest.mark.parametrize(("kept", "products"), [(7 * 3 * 11, 3), (7 * 3 * 11 - 1, 4)])
+def test_flops_are_counted(kept, products, monkeypatch):
+    """Pre-activations and outputs have 7 * 3 * (6 + 5) elements. Without them backward computes them again."""
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", kept)
     leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
     with FlopCounterMode(display=False) as counter:
         mk.expert_norms(
             backend="cpu", **{name: each.requires_grad_() for name, each in leaves.items()}
         ).sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 7 * 3 * (8 * 6 + 6 * 5)
+    assert counter.get_total_flops() == products * 2 * 7 * 3 * (8 * 6 + 6 * 5)
 
 
 def test_bad_input_is_named():
@@ -201,3 +204,129 @@ def test_bad_input_is_named():
         for backend in ("cpu", "reference"):
             with pytest.raises(error, match=f"^expert_norms: {words}"):
                 mk.expert_norms(backend=backend, **{**good, **change})
+
+
+def grad_of_winners(tokens, experts, winners, dtype):
+    """(T, E): from 0 to `winners` elements of a row are not zero; no element of the last expert is."""
+    grad = torch.randn(tokens, experts)
+    order = torch.rand(tokens, experts - 1).argsort(1).argsort(1)
+    kept = order < torch.randint(winners + 1, (tokens, 1))
+    kept[0] = order[0] < winners
+    return torch.cat([grad[:, :-1] * kept, torch.zeros(tokens, 1)], 1).to(dtype)
+
+
+@pytest.mark.parametrize("winners", [1, 2, 4, None])
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), [*COMPILED, ("swiglu", True, torch.float64)], ids=str)
+def test_gradients_of_winners(target, activation, with_bias, dtype, winners):
+    """None, with 2 winners: each expert alone, as the rows are more than the tokens."""
+    skip_unsupported(target, dtype, OP)
+    if target.compiles and (winners != 2 or dtype == torch.float32):
+        pytest.skip("Triton runs one number of winners, to save compilations")
+    leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
+    grad = grad_of_winners(SIZES[0], SIZES[1], min(winners or 2, SIZES[1] - 1), dtype)
+    if winners is None:
+        grad[:, 0] = 1  # every token of expert 0
+    call, exact = partial(mk.expert_norms, activation=activation), partial(dense, activation=activation)
+    got = judged(
+        target,
+        dtype,
+        lambda backend, **given: call(backend=backend, winners=winners, **given),
+        exact,
+        leaves,
+        grad,
+        floor=2.0,
+    )
+    assert all(not got[name][-1].any() for name in got if name.startswith(("w_", "b_")))
+    assert not got["x"][(grad == 0).all(1).to(target.device)].any()
+
+
+def test_more_gradients_than_winners(target):
+    """A CPU computes them all. On a GPU, where the host does not wait for their number, the device raises."""
+    dtype = finest(target)
+    leaves, grad = leaves_of(dtype, target.device, "relu", *SIZES), torch.zeros(SIZES[:2])
+    grad[:, 0] = grad[4, 1] = 1
+    call = partial(mk.expert_norms, backend=target.backend)
+    if target.backend == "cpu":
+        found, expected = (results(partial(call, winners=winners), leaves, grad) for winners in (1, None))
+        for name, each in found.items():
+            torch.testing.assert_close(each, expected[name], msg=name)
+    elif not HAS_GPU:  # the assert of a GPU would end the use of that GPU in this process
+        with pytest.raises(RuntimeError, match=r"at most winners=1 norms of a token"):
+            results(partial(call, winners=1), leaves, grad)
+    results(partial(call, winners=2), leaves, grad)
+
+
+def test_a_norm_without_a_gradient_adds_nothing(target):
+    """Here the outputs of the last expert, and with it its norms, are NaN."""
+    dtype = finest(target)
+    leaves, grad = leaves_of(dtype, target.device, "relu", *SIZES), torch.zeros(SIZES[:2])
+    leaves["w_out"][-1] = math.nan
+    grad[:, 0] = 1
+    got = results(partial(mk.expert_norms, backend=target.backend, winners=1), leaves, grad)
+    assert got["out"][:, -1].isnan().all()
+    assert all(each.isfinite().all() for name, each in got.items() if name != "out")
+
+
+@pytest.mark.parametrize("winners", [None, 1, 2, 9])
+def test_the_cpu_computes_pairs_with_a_gradient_alone(winners, monkeypatch):
+    rows, whole = [], grouped_gemm_cpu.expert_mlp_bwd_hidden
+    monkeypatch.setattr(
+        mk.backends.cpu, "expert_mlp_bwd_hidden", lambda *given: rows.append(len(given[0])) or bound(*given)
+    )
+    bound = partial(whole, mk.backends.cpu)
+    leaves = leaves_of(torch.float32, "cpu", "relu", *SIZES)
+    grad = grad_of_winners(SIZES[0], SIZES[1], 2, torch.float32)
+    results(partial(mk.expert_norms, backend="cpu", winners=winners), leaves, grad)
+    assert sum(rows) == grad.count_nonzero()
+    assert len(rows) == (1 if sum(rows) <= SIZES[0] * (winners or 1) else SIZES[1])
+
+
+@pytest.mark.parametrize("winners", [None, 2, 5])
+def test_flops_of_winners_are_counted(winners, monkeypatch):
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", 0)
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    with FlopCounterMode(display=False) as counter:
+        results(partial(mk.expert_norms, backend="cpu", winners=winners), leaves, torch.ones(7, 3))
+    assert counter.get_total_flops() == 2 * 7 * (3 + 3 * min(winners or 3, 3)) * (8 * 6 + 6 * 5)
+
+
+@pytest.mark.parametrize(("winners", "error"), [(-1, ValueError), (2**31, ValueError), (1.0, TypeError)])
+def test_bad_winners_are_refused(winners, error):
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    for backend in ("cpu", "reference"):
+        with pytest.raises(error, match=r"^expert_norms: winners must be"):
+            mk.expert_norms(winners=winners, backend=backend, **leaves)
+
+
+def test_no_winners(target):
+    dtype = finest(target)
+    leaves = leaves_of(dtype, target.device, "relu", *SIZES)
+    got = results(partial(mk.expert_norms, backend=target.backend, winners=0), leaves, torch.zeros(SIZES[:2]))
+    assert not any(each.any() for name, each in got.items() if name != "out")
+
+
+@pytest.mark.parametrize("gradients", ["all", "of two winners", "of one"])
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), [*CASES, (None, True, torch.bfloat16)], ids=str)
+def test_saving_outputs_changes_no_bit(activation, with_bias, dtype, gradients, monkeypatch):
+    leaves, grad = leaves_of(dtype, "cpu", activation, *SIZES, with_bias=with_bias), torch.randn(SIZES[:2])
+    if gradients != "all":
+        grad = grad_of_winners(SIZES[0], SIZES[1], 2 if gradients == "of two winners" else 1, dtype)
+    call = partial(mk.expert_norms, activation=activation, backend="cpu")
+    found = results(call, leaves, grad)
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.KEPT", 0)
+    for name, each in results(call, leaves, grad).items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=0, msg=name)
+
+
+def test_outputs_are_saved_for_all_gradients_alone():
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    leaves = {name: each.requires_grad_() for name, each in leaves.items()}
+
+    def operator(**options):
+        return mk.expert_norms(backend="cpu", **leaves, **options).grad_fn.name()
+
+    assert "kept" in operator()
+    assert "kept" not in operator(winners=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_kernels.ops.expert_norms.KEPT", 7 * 3 * (6 + 5) - 1)
+        assert "kept" not in operator()

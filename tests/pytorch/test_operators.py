@@ -93,7 +93,7 @@ def of_experts(b: str, device: str) -> Calls:
     mlp = x, weights, w_in, w_out, b_in, b_out, offsets, token, plan.row_choice, plan.slot_row
     grad = leaf(T, D, device=device)
     norms = x, w_in, w_out, b_in, b_out
-    return {
+    found: Calls = {
         "refuse_bad_groups": [(offsets, x, token)],
         "grouped_gemm_fwd": [
             (x, w_in, offsets, token, b_in, "swiglu", True, b),
@@ -115,9 +115,21 @@ def of_experts(b: str, device: str) -> Calls:
             (grad, *mlp, pre, "geglu", [True] * 6, b),
             (grad, *mlp, None, "geglu", [False, True, False, True, False, False], b),
         ],
-        "expert_norms_fwd": [(*norms, "swiglu", b), (*(each.detach().bfloat16() for each in norms), "swiglu", b)],
-        "expert_norms_bwd": [(leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b)],
+        "expert_norms_fwd": [
+            (*norms, "swiglu", b),
+            (*norms, "swiglu", b, 2),
+            (*(each.detach().bfloat16() for each in norms), "swiglu", b),
+        ],
+        "expert_norms_bwd": [
+            (leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b),
+            (leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b, 2),
+        ],
     }
+    if b == "cpu":
+        saved = leaf(E, T, 2 * H), leaf(E, T, D)
+        found["expert_norms_bwd"].append((leaf(T, E), *norms, leaf(T, E), "swiglu", [True] * 5, b, None, *saved))
+        found["expert_norms_kept_fwd"] = [(*norms, "swiglu", b)]
+    return found
 
 
 def of_sinkhorn(b: str, device: str) -> Calls:

@@ -154,8 +154,14 @@ def expert_mlp_fwd(
 
 
 def grouped_gemm_norms(
-    native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None
+    native: ModuleType,
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None = None,
 ) -> Tensor:
+    """(R,): the sums of squares of the results, in float32 (float64 stays). kept: (R, Dout) to write the results to."""
     out = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype))
     large = not in_cpp(rows.dtype, weight.shape, rows.shape[0])
     if large:
@@ -164,7 +170,7 @@ def grouped_gemm_norms(
     out_of_range = native.call(
         "grouped_gemm_norms", _work(rows.shape[0], weight.shape),
         *_operands(rows, weight, expert_offsets, None, by_torch), (bias, rows.dtype), (out, out.dtype),
-        rows.shape[0],
+        (kept, rows.dtype), rows.shape[0],
     )  # fmt: skip
     if out_of_range:
         refuse_bad_groups(expert_offsets, rows, None)

@@ -40,6 +40,9 @@ class CompetitionGate(Gate):
         coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The draw is on
             the host and waits for no device; in training torch.compile breaks its graph there.
 
+    Cost of a competition step: forward that of all experts for all tokens, for the norms; backward twice that of the k
+    winners, through their outputs and through their norms (see expert_norms: winners).
+
     Autocast: norms are computed in autocast's dtype, then converted to the dtype of the experts' parameters. The router
     computes in the dtype of its own parameters.
 
@@ -110,7 +113,8 @@ class CompetitionGate(Gate):
     def _compete(self, x: Tensor, mask: Tensor | None) -> GateOutput:
         (experts,) = self._experts
         k = self.router.k
-        norms = experts(x, None, None, part="norms")
+        # Only the weights of k winners depend on norms, so only these have a gradient.
+        norms = experts(x, None, None, part="norms", winners=k)
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k, backend=self.router.backend)
         # The router's input is a constant here, since the loss trains only the router (eqs. 4 and 5).
         logits = self._logits(x.detach())

@@ -23,6 +23,7 @@ from tests.helpers.operators.of_routing import (
     rises,
 )
 from tests.helpers.operators.operator import (
+    INT32_MAX,
     Call,
     Given,
     Operator,
@@ -195,9 +196,10 @@ def _norms(dtype: torch.dtype) -> dict[str, Call]:
     def call(full: bool, sizes: dict[str, int], activation: str) -> Call:
         given = _mlp_of(dtype, full, **sizes)
         del given["weights"]
-        return given | {"activation": activation, "backend": "cpu"}
+        return given | {"activation": activation, "backend": "cpu", "winners": None}
 
-    return {"full": call(True, SMALL, "swiglu"), "none": call(False, WIDE, "relu"), "linear": call(False, WIDE, "")}
+    found = {"full": call(True, SMALL, "swiglu"), "none": call(False, WIDE, "relu"), "linear": call(False, WIDE, "")}
+    return found | {"winners": call(True, SMALL, "geglu") | {"winners": 2}}
 
 
 def _norm(s: Given, leaves: list[Any]) -> Tensor:
@@ -210,29 +212,47 @@ def _norm_leaves(s: Given) -> list[Any]:
 
 
 def _norms_bwd(dtype: torch.dtype) -> dict[str, Call]:
-    def call(given: Call, wanted: list[bool]) -> Call:
+    def call(given: Call, wanted: list[bool], keeps: bool = False) -> Call:
         found = _norm(Given(**given), _norm_leaves(Given(**given))).detach().to(computed(dtype))
         parts = {name: given[name] for name in ("x", "w_in", "w_out", "b_in", "b_out")}
         rest = {"norms": found, "activation": given["activation"], "wanted": wanted, "backend": "cpu"}
-        return {"grad": random(computed(dtype), *found.shape)} | parts | rest
+        kept = dict.fromkeys(("pre", "outputs"))
+        if keeps:
+            kept = dict(zip(kept, _kept(Given(**given))[1:], strict=True))
+            kept = {name: each.to(dtype).contiguous() for name, each in kept.items()}
+        grad = random(computed(dtype), *found.shape)
+        if given["winners"] is not None:  # more than so many gradients are exact on the CPU, an error on GPUs
+            grad[:, given["winners"] :] = 0
+        return {"grad": grad} | parts | rest | {"winners": given["winners"]} | kept
 
     found = _norms(dtype)
     return {
+        "kept": call(found["full"], [True] * 5, keeps=True),
+        "kept linear": call(found["linear"], [True, False, True, False, False], keeps=True),
+        "winners": call(found["winners"], [True] * 5),
         "full": call(found["full"], [True] * 5),
         "none": call(found["none"], [True, True, True, False, False]),
         "linear": call(found["linear"], [False, True, False, False, False]),
     }
 
 
+def _kept(s: Given, leaves: list[Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms, pre-activations (E, T, W) and outputs (E, T, O)."""
+    x, w_in, w_out, b_in, b_out = _norm_leaves(s) if leaves is None else leaves
+    pre = torch.einsum("td,edw->etw", x, w_in)
+    pre = with_value(pre if b_in is None else pre + b_in[:, None], getattr(s, "pre", None))
+    y = torch.einsum("eth,eho->eto", activate(pre, s.activation or None), w_out)
+    y = y if b_out is None else y + b_out[:, None]
+    return y.norm(dim=-1).t().detach(), pre, y
+
+
 def _norm_gradients(s: Given) -> tuple[Tensor, ...]:
     """dy_te = ds_te y_te / s_te with the norms s that the call has."""
-    x, w_in, w_out, b_in, b_out = leaves = _norm_leaves(s)
-    pre = torch.einsum("td,edw->tew", x, w_in)
-    hidden = activate(pre if b_in is None else pre + b_in, s.activation or None)
-    y = torch.einsum("teh,eho->teo", hidden, w_out)
-    y = y if b_out is None else y + b_out
+    leaves = _norm_leaves(s)
+    y = _kept(s, leaves)[2].transpose(0, 1)
     share = torch.where(s.norms == 0, 0, s.grad.double() / s.norms.double())
-    return gradients(y, share[..., None] * y.detach(), leaves, s.wanted)
+    direction = y.detach() if s.outputs is None else s.outputs.double().transpose(0, 1)
+    return gradients(y, share[..., None] * direction, leaves, s.wanted)
 
 
 def _halves(width: int, hidden: int, activation: str) -> bool:
@@ -258,6 +278,7 @@ MLP = {
     "row_choice": "i R",
     "slot_row": "i T K",
 }
+WINNERS = (0, lambda s: INT32_MAX)
 NORMS = {name: MLP[name] for name in ("x", "w_in", "w_out", "b_in", "b_out")}
 OFFSETS = {"expert_offsets": (0, lambda s: (s.T if s.row_token is None else s.R) + 1), "row_token": INDEX["row_token"]}
 IN_ORDER: Rule = (
@@ -338,18 +359,29 @@ OPERATORS = {
         NORMS,
         _norms,
         lambda s: (_norm(s, _norm_leaves(s)).detach(),),
+        ints={"winners": WINNERS},
         choices={"activation": ACTIVATIONS},
         reordered=WEIGHTS,
         rules=(HIDDEN,),
     ),
+    "expert_norms_kept_fwd": Operator(
+        NORMS,
+        lambda dtype: {name: {k: v for k, v in call.items() if k != "winners"} for name, call in _norms(dtype).items()},
+        lambda s: tuple(each.detach() for each in _kept(s)),
+        choices={"activation": ACTIVATIONS},
+        reordered=WEIGHTS,
+        rules=(HIDDEN,),
+        backends=("cpu",),
+    ),
     "expert_norms_bwd": Operator(
-        {"grad": "c T E"} | NORMS | {"norms": "c T E"},
+        {"grad": "c T E"} | NORMS | {"norms": "c T E", "pre": "f E T W", "outputs": "f E T O"},
         _norms_bwd,
         _norm_gradients,
+        ints={"winners": WINNERS},
         choices={"activation": ACTIVATIONS},
         reordered=WEIGHTS,
         flags={"wanted": 5},
-        rules=(HIDDEN,),
-        saved=("norms",),
+        rules=(HIDDEN, (lambda s: (s.pre is None) == (s.outputs is None), "pre outputs")),
+        saved=("norms", "pre", "outputs"),
     ),
 }
