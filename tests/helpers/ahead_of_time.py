@@ -143,7 +143,9 @@ def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
             found[name] |= {**usage, "shared": built.metadata.shared}
     listings = instructions([*codes.values()], capability) if codes else []
     for name, listed in zip(codes, listings, strict=True):
-        found[name] |= {"loop": sass.hot_loop(listed), "instructions": sorted({each.name for each in listed})}
+        loop = sass.hot_loop(listed)
+        spills = sum(each.name.startswith(("LDL", "STL")) for each in loop)
+        found[name] |= {"loop": len(loop), "spills": spills, "instructions": sorted({each.name for each in listed})}
     return found
 
 

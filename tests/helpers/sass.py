@@ -23,8 +23,8 @@ def instructions(text: str) -> list[Instruction]:
 PRODUCT = re.compile(r"HG?MMA")
 
 
-def hot_loop(code: list[Instruction]) -> int:
-    """The number of instructions of the loop in which a kernel spends its time, 0 if the kernel has no loop.
+def hot_loop(code: list[Instruction]) -> list[Instruction]:
+    """The instructions of the loop in which a kernel spends its time, none if the kernel has no loop.
 
     That is the smallest loop with matrix instructions: loops within it wait for copies, and longer innermost loops
     store the sums. In kernels without matrix instructions in a loop it is the longest innermost loop.
@@ -46,14 +46,15 @@ def hot_loop(code: list[Instruction]) -> int:
         if any(PRODUCT.match(each.name) for each in code[start:end])
     )
 
-    def size(loop: int) -> int:
-        return sum(end - start for block, (start, end) in enumerate(pairwise(bounds)) if loop >> block & 1)
+    def inside(loop: int) -> list[Instruction]:
+        parts = (code[start:end] for block, (start, end) in enumerate(pairwise(bounds)) if loop >> block & 1)
+        return [each for part in parts for each in part]
 
-    multiplying = [size(each) for each in loops.values() if each & products]
+    multiplying = [inside(each) for each in loops.values() if each & products]
     if multiplying:
-        return min(multiplying)
+        return min(multiplying, key=len)
     inner = [each for head, each in loops.items() if not any(each >> other & 1 for other in loops if other != head)]
-    return max(map(size, inner), default=0)
+    return max(map(inside, inner), key=len, default=[])
 
 
 def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:

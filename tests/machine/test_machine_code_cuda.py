@@ -112,7 +112,8 @@ def instructions(code: Path) -> Codes:
     parts = re.split(r"Function : (\S+)", dumped(code, "-sass"))[1:]
     found = dict(zip(readable(parts[::2]), map(sass.instructions, parts[1::2]), strict=True))
     return {
-        name: {"loop": sass.hot_loop(each), "codes": sorted({one.name for one in each})} for name, each in found.items()
+        name: {"loop": len(sass.hot_loop(each)), "codes": sorted({one.name for one in each})}
+        for name, each in found.items()
     }
 
 

@@ -76,11 +76,15 @@ SPILLED = {
 
 # Most bytes that a launch may spill under every version of Triton.
 KNOWN = {
-    r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
-    r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,
-    r"grouped_gemm_fwd float32: expert_norms forward .*": 16,
+    r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 112,
     r"plan_match float32: plan_priority .*": 32,
     r"tree_gate_fused bfloat16: tree_gate forward T=128 P=768 .*": 16,
+}
+
+# As KNOWN, but not in the loop of products.
+EPILOGUE = {
+    r"expert_mlp_bwd_hidden bfloat16: expert_(mlp|norms) training .*": 48,
+    r"expert_mlp_bwd_hidden bfloat16: expert_mlp gated training .*": 312,
 }
 
 
@@ -100,8 +104,10 @@ def check(got: dict[str, dict], capability: int) -> dict[str, int]:
     """Checks spills, shared memory and instructions. Returns the spilled bytes of the launches that spill."""
     spilled = {name: each["spilled"] for name, each in got.items() if each["spilled"]}
     for name, size in spilled.items():
-        allowed = [most for pattern, most in (SPILLED | KNOWN).items() if re.fullmatch(pattern, name)]
+        allowed = [most for pattern, most in (SPILLED | KNOWN | EPILOGUE).items() if re.fullmatch(pattern, name)]
         assert size <= max(allowed, default=0), f"spilled bytes: {spilled}"
+        outside = any(re.fullmatch(pattern, name) for pattern in EPILOGUE)
+        assert not (outside and got[name]["spills"]), f"spills in the loop of products: {name}"
     assert not {name: each["shared"] for name, each in got.items() if each["shared"] > SHARED_LIMIT[capability]}
     for name, each in got.items():
         for pattern, wanted in (INSTRUCTIONS | PRODUCTS[capability]).items():
@@ -127,7 +133,7 @@ def test_every_launch(capability):
     spilled = check(changed, capability)
     if table["triton"] != triton.__version__:
         pytest.skip(f"the register table was made with Triton {table['triton']}, this is {triton.__version__}")
-    assert not [name for name in spilled if not any(re.fullmatch(pattern, name) for pattern in KNOWN)]
+    assert not [name for name in spilled if not any(re.fullmatch(pattern, name) for pattern in KNOWN | EPILOGUE)]
     assert sorted(got) == sorted(rows), f"launches differ from those of the table: {update}"
     over = {
         name: f"{row(each)} allowed {rows[name]}"
