@@ -28,6 +28,9 @@ FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
 EARLY = tl.constexpr(16)  # smallest N, n rounded up to a power of 2, with which kernels can stop early
 NEGLIGIBLE = tl.constexpr(2.0**-45)
+SMALL_SHARE = tl.constexpr(2.0**-22)  # share of sum |P * dP| below which backward continues in float32
+LAST_BIT = tl.constexpr(2.0**-53)
+SMALL_CHANGE = tl.constexpr(2.0**-26)  # relative change of v below which it does
 
 
 @triton.jit
@@ -62,12 +65,12 @@ def _begin(
 
 
 @triton.jit
-def _inverse_of(total):
+def inverse_of(total):
     return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
 @triton.jit
-def _differ(x, y):
+def differ(x, y):
     return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
 
 
@@ -89,12 +92,12 @@ def scaled_fwd(
     steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
     t = 0
     while t < steps:
-        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
+        u = inverse_of(tl.sum(k * v[:, None, :], axis=2))
         before = v
-        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+        v = inverse_of(tl.sum(k * u[:, :, None], axis=1))
         t += 1
         if N >= EARLY:
-            t = tl.where(_differ(v, before) > 0, t, steps)
+            t = tl.where(differ(v, before) > 0, t, steps)
     p = tl.where(broken[:, None, None], float("nan"), k * u[:, :, None] * v[:, None, :])
     _store(p_ptr, p, scaled | broken, B, n, M, N)
 
@@ -121,15 +124,15 @@ def scaled_bwd(
     last = steps - 1  # the last iteration that is computed; later iterations would have the same u and v
     t = 0
     while t <= last:
-        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
+        u = inverse_of(tl.sum(k * v[:, None, :], axis=2))
         before = v
-        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+        v = inverse_of(tl.sum(k * u[:, :, None], axis=1))
         ptrs, inside = _vectors(history_ptr, 2 * t, B, n, M, N)
         tl.store(ptrs, u, mask=inside)
         ptrs, inside = _vectors(history_ptr, 2 * t + 1, B, n, M, N)
         tl.store(ptrs, v, mask=inside)
         if N >= EARLY:
-            last = tl.where(_differ(v, before) > 0, last, t)
+            last = tl.where(differ(v, before) > 0, last, t)
         t += 1
     tl.debug_barrier()  # threads read u and v that other threads have stored
     # dscores = k * h / tau. k * h starts as w = P * dP.

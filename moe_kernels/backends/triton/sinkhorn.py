@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
+from moe_kernels.backends.triton._sinkhorn_scaled_streamed import scaled_streamed_bwd, scaled_streamed_fwd
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
@@ -29,6 +30,8 @@ def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
     whether there are prescribed sums or a tolerance.
     """
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
+    if n > RESIDENT and kernel.startswith("scaled"):
+        return {"ROWS": 16 if columns <= 256 else 4096 // columns, "N": columns}, min(columns // 32, 8)
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
         return {"ROWS": max(strip // columns, 1), "N": columns}, 8
@@ -54,8 +57,14 @@ def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
     if slow is not None and taus[0] == taus[-1]:
         batch, n, _ = scores.shape
         blocks, warps = _blocks(n, "scaled_fwd", False)
-        arguments = scores, steps, p, slow, scores.stride(0), scores.stride(1), batch, n, len(taus)
-        launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+        strides = scores.stride(0), scores.stride(1)
+        if "ROWS" in blocks:
+            work = [scores.new_empty(size, dtype=torch.float32) for size in (scores.shape, (batch, n))]
+            arguments = scores, steps, p, slow, *work, *strides, n, len(taus)
+            launch(scaled_streamed_fwd, (batch,), *arguments, **blocks, num_warps=warps)
+        else:
+            arguments = scores, steps, p, slow, *strides, batch, n, len(taus)
+            launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
     _launch_logarithms(scores, steps, p, None, slow, sums, tolerance)
     return p
 
@@ -68,13 +77,17 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
     steps = _temperatures(taus, scores.device)
     history = steps.new_empty((len(taus), 2, batch, n))
     counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
-    if counts is not None and not sums and taus[0] == taus[-1]:
+    strips = n > RESIDENT
+    work = steps.new_empty((batch, n, n)) if n > RESIDENT // 2 else steps
+    if not sums and taus[0] == taus[-1]:
         blocks, warps = _blocks(n, "scaled_bwd", False)
         arguments = [
             grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts,
+            *([torch.empty_like(work), work, *scores.new_empty((2, batch, n, n), dtype=torch.float32)] if strips else []),
             scores.stride(0), scores.stride(1), batch, n, len(taus),
         ]  # fmt: skip
-        launch(scaled_bwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+        kernel, programs = (scaled_streamed_bwd, batch) if strips else (scaled_bwd, triton.cdiv(batch, blocks["M"]))
+        launch(kernel, (programs,), *arguments, **blocks, num_warps=warps)
     _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
     blocks, warps = _blocks(n, "bwd", bool(sums))
     arguments = [
@@ -85,7 +98,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
     kernel, programs = resident_bwd, triton.cdiv(batch, blocks.get("M", 1))
     if "ROWS" in blocks:
         kernel = streamed_bwd
-        arguments.append(steps.new_empty(scores.shape))
+        arguments.append(work)
     launch(kernel, (programs,), *arguments, **blocks, SUMS=bool(sums), num_warps=warps)
     return dscores, drows, dcolumns
 
@@ -104,13 +117,11 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
     return last * (first / last) ** (left / steps)
 
 
-def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,) int32: 1 for each matrix that needs logarithms, else 0. None if n is above RESIDENT.
+def _flags(scores: Tensor, taus: list[float]) -> Tensor:
+    """(B,) int32: 1 for each matrix that needs logarithms, else 0.
 
     If the temperature falls, all matrices need logarithms. Otherwise the kernel that scales will write the flags.
     """
-    if scores.shape[1] > RESIDENT:
-        return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
     return make(scores, (scores.shape[0],), dtype=torch.int32)
 
