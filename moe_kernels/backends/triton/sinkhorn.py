@@ -14,11 +14,13 @@ import triton
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton._sinkhorn_scaled_streamed import scaled_streamed_bwd, scaled_streamed_fwd
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
+from moe_kernels.backends.triton._sinkhorn_scaled_few import scaled_few_bwd, scaled_few_fwd
+from moe_kernels.backends.triton._sinkhorn_scaled_streamed import scaled_streamed_bwd, scaled_streamed_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
+FEW = 8  # largest n for which a program has many matrices
 RESIDENT = 64  # largest n in registers; half of it in resident_bwd with prescribed sums or a tolerance
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -26,19 +28,26 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
     """(tile sizes, warps): a tile is M matrices of N x N, or ROWS rows of N columns of a streamed matrix.
 
-    kernel: "scaled_fwd", "scaled_bwd", "fwd", "history" (the forward pass that a backward needs) or "bwd". sums:
-    whether there are prescribed sums or a tolerance.
+    kernel: "fwd", "history" (the forward pass that a backward needs) or "bwd". sums: whether there are prescribed sums
+    or a tolerance.
     """
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
-    if n > RESIDENT and kernel.startswith("scaled"):
-        return {"ROWS": 16 if columns <= 256 else 4096 // columns, "N": columns}, min(columns // 32, 8)
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
         return {"ROWS": max(strip // columns, 1), "N": columns}, 8
     if backward and (sums or columns < 16):
         return {"M": max(256 // columns**2, 1), "N": columns}, 4
-    tile = 1024 if kernel == "scaled_fwd" and columns < 16 else 512
-    return {"M": max(tile // columns**2, 1), "N": columns}, 8 if columns >= 32 else 4
+    return {"M": max(512 // columns**2, 1), "N": columns}, 8 if columns >= 32 else 4
+
+
+def _scaled_blocks(n: int) -> tuple[dict[str, int], int]:
+    """The same for kernels that scale: 16 elements of a tile for each thread, or 8 if N is 16."""
+    columns = triton.next_power_of_2(n)
+    if n <= FEW:
+        return {"M": 128 if columns <= 4 else 32, "N": columns}, 4
+    if n <= RESIDENT:
+        return {"N": columns}, max(columns**2 // 512, 1)
+    return {"ROWS": 16 if columns <= 256 else 4096 // columns, "N": columns}, min(columns // 32, 8)
 
 
 def sinkhorn_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -56,15 +65,16 @@ def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
     slow = None if sums else _flags(scores, taus)
     if slow is not None and taus[0] == taus[-1]:
         batch, n, _ = scores.shape
-        blocks, warps = _blocks(n, "scaled_fwd", False)
-        strides = scores.stride(0), scores.stride(1)
-        if "ROWS" in blocks:
-            work = [scores.new_empty(size, dtype=torch.float32) for size in (scores.shape, (batch, n))]
-            arguments = scores, steps, p, slow, *work, *strides, n, len(taus)
-            launch(scaled_streamed_fwd, (batch,), *arguments, **blocks, num_warps=warps)
+        blocks, warps = _scaled_blocks(n)
+        given, strides = (scores, steps, p, slow), (scores.stride(0), scores.stride(1))
+        if n <= FEW:
+            programs = triton.cdiv(batch, blocks["M"])
+            launch(scaled_few_fwd, (programs,), *given, *strides, 1, batch, n, len(taus), **blocks, num_warps=warps)
+        elif n <= RESIDENT:
+            launch(scaled_fwd, (batch,), *given, *strides, n, len(taus), **blocks, num_warps=warps)
         else:
-            arguments = scores, steps, p, slow, *strides, batch, n, len(taus)
-            launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+            work = [scores.new_empty(size, dtype=torch.float32) for size in (scores.shape, (batch, n))]
+            launch(scaled_streamed_fwd, (batch,), *given, *work, *strides, n, len(taus), **blocks, num_warps=warps)
     _launch_logarithms(scores, steps, p, None, slow, sums, tolerance)
     return p
 
@@ -77,17 +87,19 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
     steps = _temperatures(taus, scores.device)
     history = steps.new_empty((len(taus), 2, batch, n))
     counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
-    strips = n > RESIDENT
     work = steps.new_empty((batch, n, n)) if n > RESIDENT // 2 else steps
     if not sums and taus[0] == taus[-1]:
-        blocks, warps = _blocks(n, "scaled_bwd", False)
-        arguments = [
-            grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts,
-            *([torch.empty_like(work), work, *scores.new_empty((2, batch, n, n), dtype=torch.float32)] if strips else []),
-            scores.stride(0), scores.stride(1), batch, n, len(taus),
-        ]  # fmt: skip
-        kernel, programs = (scaled_streamed_bwd, batch) if strips else (scaled_bwd, triton.cdiv(batch, blocks["M"]))
-        launch(kernel, (programs,), *arguments, **blocks, num_warps=warps)
+        blocks, warps = _scaled_blocks(n)
+        given = grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts
+        rest = scores.stride(0), scores.stride(1), *([1] if n <= FEW else []), batch, n, len(taus)
+        if n <= FEW:
+            launch(scaled_few_bwd, (triton.cdiv(batch, blocks["M"]),), *given, *rest, **blocks, num_warps=warps)
+        elif n <= RESIDENT:
+            launch(scaled_bwd, (batch,), *given, *rest, **blocks, num_warps=warps)
+        else:
+            short = scores.new_empty((2, batch, n, n), dtype=torch.float32)
+            arguments = *given, torch.empty_like(work), work, short[0], short[1], *rest
+            launch(scaled_streamed_bwd, (batch,), *arguments, **blocks, num_warps=warps)
     _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
     blocks, warps = _blocks(n, "bwd", bool(sums))
     arguments = [
