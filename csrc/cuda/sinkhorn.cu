@@ -13,7 +13,14 @@
 //   -log u and -log v (ops/sinkhorn.py). Rows of A and columns of B sum to one, so sum |dg| never grows. An iteration
 //   adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. With t iterations left, the loop
 //   stops if t sum |dg| <= 2^-45 sum |P * dP|: the t iterations would add less than 6e-14 sum |P * dP| to tau dS_ij.
-// The scaled backward pass is in double, because the terms of a gradient can cancel.
+// The scaled backward pass is in double, because the terms of a gradient can cancel. Double is slow on many GPUs, so from
+// n = 9 on, with ranges for which float has normal numbers, it continues in float where that suffices:
+// * u and v: an iteration that changes v by the factors 1 + c_j, |c_j| <= 2^-26, is followed by one that changes u by
+//   1 / (1 + a_i), a = A c, and v by 1 / (1 + b_j), b = -B' a. Float knows a and b to some 2^-24 of their size, and
+//   1 - a is 1 / (1 + a) up to a^2, so u and v keep errors of some 2^-50. If no |c_j| is above 2^-53, later iterations
+//   have the same u and v.
+// * Gradients: if t sum |dg| <= 2^-22 sum |P * dP|, errors of 2^-24 in the t iterations left change tau dS_ij by at most
+//   2^-45 sum |P * dP|.
 #include "moe/cuda/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_tile.cuh"
@@ -21,15 +28,12 @@
 namespace moe {
 namespace {
 
-// Whether a matrix needs the logarithmic form: a flag in the last 8 bytes of its scratch memory.
+// Whether each matrix needs the logarithmic form.
 struct Flags {
-  char* last;      // flag of the first matrix; null: all matrices need the logarithmic form
-  int64_t stride;  // bytes from matrix to matrix
+  int* each;  // (B); null: all matrices need the logarithmic form
 
-  __device__ void put(int64_t matrix, bool flag) const { *reinterpret_cast<int*>(last + matrix * stride) = flag; }
-  __device__ bool logarithmic(int64_t matrix) const {
-    return last == nullptr || *reinterpret_cast<const int*>(last + matrix * stride) != 0;
-  }
+  __device__ void put(int64_t matrix, bool flag) const { each[matrix] = flag; }
+  __device__ bool logarithmic(int64_t matrix) const { return each == nullptr || each[matrix] != 0; }
 };
 
 template <class Team>
@@ -57,7 +61,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
   team.read(scores, vectorized, n, -infinity(), tile);
-  const Form form = flag_form(team, team.form(tile, n, cooling, kFloatRange), flags);
+  double range;
+  const Form form = flag_form(team, team.form(tile, n, cooling, kFloatRange, range), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
@@ -84,7 +89,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   typename Team::Tile tile;
   team.read(scores, vectorized, n, -infinity(), tile);
   const Sums sums = all.of(team.matrix, n);
-  if (team.form(tile, n, cooling, 0) == Form::broken) {
+  double range;
+  if (team.form(tile, n, cooling, 0, range) == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
     Potentials<float, Team> s(sums);
@@ -99,50 +105,171 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two vectors of each iteration, saved for backward: (iterations, 2, n). Scaled form: u (if Team::kEarly) and v.
-// Logarithmic form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
+// Two vectors of each iteration, saved for backward: (iterations, 2, B, n), or (iterations, 2, n, B) for teams of few
+// threads, so that neighbouring threads have neighbouring elements. Scaled form: u (if Team::kEarly) and v. Logarithmic
+// form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
 template <class Team>
-struct History {
-  double* data;
-  const Team& team;
-  int n;
+class History {
+ public:
+  __device__ History(double* data, const Team& team, int64_t batch, int n)
+      : data_(data + team.matrix * (kFew ? 1 : n)), vector_(batch * n), element_(kFew ? batch : 1), team_(team), n_(n) {}
 
   __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
-    if (team.row > 0) return;
+    if (team_.row > 0) return;
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
-      if (team.column + b < n) data[(2 * t + which) * n + team.column + b] = values[b];
+      if (team_.column + b < n_) at(t, which, team_.column + b) = values[b];
     }
   }
   __device__ void put_rows(int64_t t, const double (&values)[Team::kTileRows]) const {
-    if (team.column > 0) return;
+    if (team_.column > 0) return;
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
-      if (team.row + a < n) data[2 * t * n + team.row + a] = values[a];
+      if (team_.row + a < n_) at(t, 0, team_.row + a) = values[a];
     }
   }
   __device__ double get(int64_t t, int which, int b) const {
-    return team.column + b < n ? data[(2 * t + which) * n + team.column + b] : 0.0;
+    return team_.column + b < n_ ? at(t, which, team_.column + b) : 0.0;
   }
-  __device__ double get_row(int64_t t, int a) const {
-    return team.row + a < n ? data[2 * t * n + team.row + a] : 0.0;
+  __device__ double get_row(int64_t t, int a) const { return team_.row + a < n_ ? at(t, 0, team_.row + a) : 0.0; }
+
+ private:
+  static constexpr bool kFew = Team::kThreads <= 4;
+
+  __device__ double& at(int64_t t, int which, int i) const { return data_[(2 * t + which) * vector_ + i * element_]; }
+
+  double* data_;
+  int64_t vector_, element_;
+  const Team& team_;
+  int n_;
+};
+
+// k, u and v of `wide` in float.
+template <class Team>
+struct Short {
+  float k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
+
+  __device__ explicit Short(const Scaled<double, Team>& wide) {
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) v[b] = static_cast<float>(wide.v[b]);
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      u[a] = static_cast<float>(wide.u[a]);
+#pragma unroll
+      for (int b = 0; b < Team::kTileColumns; b++) k[a][b] = static_cast<float>(wide.k[a][b]);
+    }
+  }
+
+  // k x and k^T x
+  __device__ void times_columns(Team& team, const float (&x)[Team::kTileColumns], float (&y)[Team::kTileRows]) const {
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      float total = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kTileColumns; b++) total += k[a][b] * x[b];
+      y[a] = team.along_row(total, Add());
+    }
+  }
+  __device__ void times_rows(Team& team, const float (&x)[Team::kTileRows], float (&y)[Team::kTileColumns]) const {
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      y[b] = 0;
+#pragma unroll
+      for (int a = 0; a < Team::kTileRows; a++) y[b] += k[a][b] * x[a];
+    }
+    team.along_columns(y, Add());
   }
 };
+
+// Computes and saves u and v of all iterations that change them. Returns the last of these.
+template <class Team>
+__device__ int64_t solve(Team& team, Scaled<double, Team>& s, const History<Team>& history, int64_t iterations,
+                         bool tame) {
+  int64_t t = 0;
+  if constexpr (!Team::kEarly) {
+    for (; t < iterations; t++) s.iterate(team), history.put(t, 1, s.v);
+    return iterations - 1;
+  }
+  float change[Team::kTileColumns];
+  do {
+    double before[Team::kTileColumns];
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) before[b] = s.v[b];
+    const bool changed = s.iterate(team);
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++)
+      change[b] = s.v[b] > 0 ? static_cast<float>((s.v[b] - before[b]) / s.v[b]) : 0.0f;
+    history.put_rows(t, s.u), history.put(t, 1, s.v);
+    t++;
+    if (!changed) return t - 1;
+  } while (t < iterations && !(tame && !team.any_above(change, kSmallChange)));
+  const Short<Team> f(s);
+  for (; t < iterations && team.any_above(change, kLastBit); t++) {
+    float row_change[Team::kTileRows];
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) change[b] *= f.v[b];
+    f.times_columns(team, change, row_change);
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      row_change[a] *= -f.u[a];
+      s.u[a] = fma(s.u[a], double(row_change[a]), s.u[a]);
+      row_change[a] *= f.u[a];
+    }
+    f.times_rows(team, row_change, change);
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      change[b] *= -f.v[b];
+      s.v[b] = fma(s.v[b], double(change[b]), s.v[b]);
+    }
+    history.put_rows(t, s.u), history.put(t, 1, s.v);
+  }
+  return t - 1;
+}
+
+// The iterations t, t - 1, ... 0 of the backward pass in float: adds to h. dg: before them. whole: sum |P * dP|.
+template <class Team>
+__device__ void short_backward(Team& team, const Scaled<double, Team>& s, const History<Team>& history, int64_t t,
+                               int64_t last, const double (&wide_dg)[Team::kTileColumns], double whole,
+                               double (&wide_h)[Team::kTileRows][Team::kTileColumns]) {
+  Short<Team> f(s);
+  float h[Team::kTileRows][Team::kTileColumns] = {}, dg[Team::kTileColumns], left = 0;  // divided by `whole`
+#pragma unroll
+  for (int b = 0; b < Team::kTileColumns; b++) dg[b] = static_cast<float>(wide_dg[b] / whole), left += fabsf(dg[b]);
+  for (; t >= 0 && team.along_row(left, Add()) * (t + 1) > kNegligible; t--) {
+    float y[Team::kTileColumns], x[Team::kTileRows];
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      y[b] = dg[b] * f.v[b];
+      f.v[b] = t > 0 ? static_cast<float>(history.get(min(t - 1, last), 1, b)) : 1.0f;
+    }
+    f.times_columns(team, y, x);
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      f.u[a] = static_cast<float>(history.get_row(min(t, last), a));
+      x[a] *= -f.u[a], x[a] *= f.u[a];
+#pragma unroll
+      for (int b = 0; b < Team::kTileColumns; b++) h[a][b] += f.u[a] * y[b] + x[a] * f.v[b];
+    }
+    f.times_rows(team, x, dg);
+    left = 0;
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) dg[b] *= -f.v[b], left += fabsf(dg[b]);
+  }
+#pragma unroll
+  for (int a = 0; a < Team::kTileRows; a++) {
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) wide_h[a][b] += h[a][b] * whole;
+  }
+}
 
 // `tile` holds scores and receives dscores.
 template <class Team>
 __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
-                                const History<Team>& history, const Cooling& cooling) {
+                                const History<Team>& history, const Cooling& cooling, bool tame) {
   const double inv_tau = 1 / cooling(0);
   const int64_t iterations = cooling.iterations();
   Scaled<double, Team> s(team, tile, inv_tau);
-  int64_t last = 0;  // last iteration that was computed; later ones have the same u and v
-  for (;; last++) {
-    const bool changed = s.iterate(team);
-    if constexpr (Team::kEarly) history.put_rows(last, s.u);
-    history.put(last, 1, s.v);
-    if (!changed || last == iterations - 1) break;
-  }
+  const int64_t last = solve(team, s, history, iterations, tame);
   team.sync();
   // h is the gradient to k, df and dg are those to -log u and -log v. An iteration computes u = 1 / (k w) from the
   // previous v, here called w, and then v = 1 / (k^T u). Its backward pass, where * is element by element: y = dg * v,
@@ -160,7 +287,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     df[a] = team.along_row(df[a], Add());
   }
   team.along_columns(dg, Add());
-  const double negligible = Team::kEarly ? kNegligible * team.sum(whole) : 0.0;
+  if constexpr (Team::kEarly) whole = team.sum(whole);
+  const double enough = Team::kEarly ? (tame ? kSmallShare : double(kNegligible)) * whole : 0.0;
   for (int64_t t = iterations - 1; t >= 0; t--) {
     double y[Team::kTileColumns], left = 0;
 #pragma unroll
@@ -186,7 +314,11 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     team.along_columns(dg, Add());
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
-    if (Team::kEarly && team.along_row(left, Add()) * t <= negligible) break;
+    if constexpr (Team::kEarly) {
+      if (team.along_row(left, Add()) * t > enough) continue;
+      if (tame && t > 0 && whole > 0) short_backward(team, s, history, t - 1, last, dg, whole, h);
+      break;
+    }
   }
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
@@ -262,20 +394,21 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_bwd_kernel(Matrices grad,    // (B, n, n)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
-                        double* scratch,  // (B, stride)
-                        int64_t stride, bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
+                        double* history,  // (iterations, 2, B, n) or (iterations, 2, n, B): History
+                        bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile, dp;
   team.read(scores, vectorized, n, -infinity(), tile);
-  const Form form = flag_form(team, team.form(tile, n, cooling, kDoubleRange), flags);
+  double range;
+  const Form form = flag_form(team, team.form(tile, n, cooling, kDoubleRange, range), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
     team.read(grad, vectorized, n, 0.0f, dp);
-    scaled_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling);
+    scaled_backward(team, tile, dp, History<Team>(history, team, batch, n), cooling, range < kFloatRange);
   }
   team.write(dscores, scores.dtype, vectorized, n, tile);
 }
@@ -285,8 +418,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_log_bwd_kernel(Matrices grad,    // (B, n, n)
                             Matrices scores,  // (B, n, n)
                             void* dscores,    // (B, n, n)
-                            double* scratch,  // (B, stride)
-                            int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
+                            double* history,  // as above
+                            bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
                             int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
@@ -295,14 +428,15 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.read(scores, vectorized, n, -infinity(), tile);
   team.read(grad, vectorized, n, 0.0f, dp);
   const Sums sums = all.of(team.matrix, n);
-  const bool broken = team.form(tile, n, cooling, 0) == Form::broken;
+  double range;
+  const bool broken = team.form(tile, n, cooling, 0, range) == Form::broken;
   const double none = broken ? NAN : 0.0;
   for (int b = 0; team.row == 0 && b < Team::kTileColumns; b++) sums.init_column(team.column + b, none);
   for (int a = 0; team.column == 0 && a < Team::kTileRows; a++) sums.init_row(team.row + a, none);
   if (broken) {
     fill<Team>(tile, NAN);
   } else {
-    log_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling, sums);
+    log_backward(team, tile, dp, History<Team>(history, team, batch, n), cooling, sums);
   }
   team.write(dscores, scores.dtype, vectorized, n, tile);
 }
@@ -315,9 +449,10 @@ using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
 using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
-Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
+// The flags are behind `history_bytes` for each matrix.
+Flags flags_of(void* scratch, int64_t history_bytes, int64_t batch, const Cooling& cooling, const Sums& sums) {
   const bool scaled = sums.rows == nullptr && cooling.constant();
-  return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};
+  return {scaled ? reinterpret_cast<int*>(static_cast<char*>(scratch) + history_bytes * batch) : nullptr};
 }
 
 template <class Team>
@@ -325,7 +460,7 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
                             const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectorized = scores.in_vectors(n) && is_aligned(p, 16);
   const int size = static_cast<int>(n);
-  if (flags.last != nullptr) {
+  if (flags.each != nullptr) {
     const cudaError_t error = launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p,
                                      vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
@@ -335,18 +470,18 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
 }
 
 template <class Team>
-cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch,
-                                int64_t stride, const Cooling& cooling, const Flags& flags, const Sums& sums,
-                                int64_t batch, int64_t n, cudaStream_t stream) {
+cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* history,
+                                const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
+                                cudaStream_t stream) {
   const bool vectorized = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   const int size = static_cast<int>(n);
-  if (flags.last != nullptr) {
+  if (flags.each != nullptr) {
     const cudaError_t error = launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad,
-                                     scores, dscores, scratch, stride, vectorized, cooling, flags, batch, size);
+                                     scores, dscores, history, vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
   }
   return launch(sinkhorn_log_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores,
-                scratch, stride, vectorized, cooling, flags, sums, batch, size);
+                history, vectorized, cooling, flags, sums, batch, size);
 }
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
@@ -378,7 +513,7 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
                         : n <= HalfWarp::kN  ? launch_resident<HalfWarp>
                         : n <= Warp::kN      ? launch_resident<Warp>
                                              : launch_resident<WarpGroup>;
-  return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
+  return resident(from, p, cooling, flags_of(scratch, 0, batch, cooling, sums), sums, batch, n, stream);
 }
 
 cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
@@ -394,15 +529,14 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   Sums sums{};
   sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
   sums.drows = drows, sums.dcolumns = dcolumns;
-  double* const room = static_cast<double*>(scratch);
-  const int64_t stride = scratch_stride / 8;
+  double* const history = static_cast<double*>(scratch);
   const auto resident = n <= Thread::kN     ? launch_resident_bwd<Thread>
                         : n <= Quad::kN     ? launch_resident_bwd<Quad>
                         : n <= HalfWarp::kN ? launch_resident_bwd<HalfWarp>
                         : n <= TwoWarps::kN ? launch_resident_bwd<TwoWarps>
                                             : launch_resident_bwd<WholeBlock>;
-  const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);
-  return resident(dp, from, dscores, room, stride, cooling, flags, sums, batch, n, stream);
+  const Flags flags = flags_of(scratch, 16 * n * iterations, batch, cooling, sums);
+  return resident(dp, from, dscores, history, cooling, flags, sums, batch, n, stream);
 }
 
 }  // namespace moe

@@ -15,7 +15,10 @@ namespace {
 
 // Scaled, in float and in double, needs each row of scores / tau to have a range (maximum - minimum) below this.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
-constexpr double kNegligible = 0x1p-45;  // relative bound at which the scaled backward pass stops (sinkhorn.cu)
+// Bounds at which the scaled backward pass continues in float or stops (sinkhorn.cu): of the relative change of v, and
+// of the share that the iterations left can have in a gradient.
+constexpr float kSmallChange = 0x1p-26f, kLastBit = 0x1p-53f, kNegligible = 0x1p-45f;
+constexpr double kSmallShare = 0x1p-22;
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
@@ -111,7 +114,7 @@ class Team {
                        kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is within one warp
-  static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
+  static constexpr int kExchange = kWarps ? 2 * (kWarps + 1) * kN : 1;
   // Whether the scaled form may stop before the last iteration.
   static constexpr bool kEarly = kN >= 16;
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
@@ -160,20 +163,26 @@ class Team {
       for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
     }
     if constexpr (kWarps > 0) {
-      // Calls alternate between two sets of slots, so a call needs only one barrier.
-      T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * kWarps * kN);
+      // Each column is combined by one thread. Calls alternate between two sets of slots, so a call needs no third
+      // barrier.
+      static_assert(COUNT * COLUMNS <= kThreads && COUNT * COLUMNS <= kN);
+      T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * (kWarps + 1) * kN);
       turn_ ^= 1;
       const int mine = lane_ % COLUMNS * COUNT;
       if (lane_ < COLUMNS) {
 #pragma unroll
-        for (int b = 0; b < COUNT; b++) slots[threadIdx.x / kWarpSize * kN + mine + b] = values[b];
+        for (int b = 0; b < COUNT; b++) slots[(threadIdx.x / kWarpSize + 1) * kN + mine + b] = values[b];
+      }
+      __syncthreads();
+      const int column = threadIdx.x;
+      if (column < COUNT * COLUMNS) {
+        T all = slots[kN + column];
+        for (int warp = 2; warp <= kWarps; warp++) all = combine(all, slots[warp * kN + column]);
+        slots[column] = all;
       }
       __syncthreads();
 #pragma unroll
-      for (int b = 0; b < COUNT; b++) {
-        values[b] = slots[mine + b];
-        for (int warp = 1; warp < kWarps; warp++) values[b] = combine(values[b], slots[warp * kN + mine + b]);
-      }
+      for (int b = 0; b < COUNT; b++) values[b] = slots[mine + b];
     }
   }
 
@@ -186,6 +195,14 @@ class Team {
   // Whether `value` is true in any column. `value` must be the same in all threads of a column: only the team's threads
   // in this warp vote, and they include threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
+
+  // Whether |x| is above `bound` in any column; x as `value` above.
+  __device__ bool any_above(const float (&x)[TILE_COLUMNS], float bound) const {
+    bool above = false;
+#pragma unroll
+    for (int b = 0; b < TILE_COLUMNS; b++) above |= fabsf(x[b]) > bound;
+    return any(above);
+  }
 
   __device__ double largest(double value) {
     double most[1] = {along_row(value, Max())};
@@ -236,8 +253,8 @@ class Team {
   }
 
   // Broken if a score is NaN or +inf; else scaled if tau is constant and every row of S / tau has a range below
-  // `limit`; else logarithmic.
-  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
+  // `limit`; else logarithmic. `range` receives the largest range.
+  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit, double& range) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
     for (int a = 0; a < TILE_ROWS; a++) {
@@ -250,13 +267,14 @@ class Team {
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
       // A row with a score of -inf has an infinite range, also if all its scores are -inf.
-      const float range = negated_low == infinity() ? negated_low : high + negated_low;
-      if (row + a < n) maxima[0] = fmaxf(maxima[0], range);
+      const float span = negated_low == infinity() ? negated_low : high + negated_low;
+      if (row + a < n) maxima[0] = fmaxf(maxima[0], span);
     }
     maxima[1] = along_row(maxima[1], Max());
     along_columns(maxima, Max());
     if (maxima[1] > 0.0f) return Form::broken;
-    return cooling.constant() && maxima[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
+    range = maxima[0] / cooling(0);
+    return cooling.constant() && range < limit ? Form::scaled : Form::logarithmic;
   }
 
  private:
