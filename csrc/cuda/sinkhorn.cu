@@ -144,43 +144,6 @@ class History {
   int n_;
 };
 
-// k, u and v of `wide` in float.
-template <class Team>
-struct Short {
-  float k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
-
-  __device__ explicit Short(const Scaled<double, Team>& wide) {
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = static_cast<float>(wide.v[b]);
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      u[a] = static_cast<float>(wide.u[a]);
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) k[a][b] = static_cast<float>(wide.k[a][b]);
-    }
-  }
-
-  // k x and k^T x
-  __device__ void times_columns(Team& team, const float (&x)[Team::kTileColumns], float (&y)[Team::kTileRows]) const {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      float total = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += k[a][b] * x[b];
-      y[a] = team.along_row(total, Add());
-    }
-  }
-  __device__ void times_rows(Team& team, const float (&x)[Team::kTileRows], float (&y)[Team::kTileColumns]) const {
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      y[b] = 0;
-#pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) y[b] += k[a][b] * x[a];
-    }
-    team.along_columns(y, Add());
-  }
-};
-
 // Computes and saves u and v of all iterations that change them. Returns the last of these.
 template <class Team>
 __device__ int64_t solve(Team& team, Scaled<double, Team>& s, const History<Team>& history, int64_t iterations,
@@ -198,12 +161,12 @@ __device__ int64_t solve(Team& team, Scaled<double, Team>& s, const History<Team
     const bool changed = s.iterate(team);
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++)
-      change[b] = s.v[b] > 0 ? static_cast<float>((s.v[b] - before[b]) / s.v[b]) : 0.0f;
+      change[b] = s.v[b] > 0 ? static_cast<float>(s.v[b] - before[b]) / static_cast<float>(s.v[b]) : 0.0f;
     history.put_rows(t, s.u), history.put(t, 1, s.v);
     t++;
     if (!changed) return t - 1;
   } while (t < iterations && !(tame && !team.any_above(change, kSmallChange)));
-  const Short<Team> f(s);
+  const Scaled<float, Team> f(s);
   for (; t < iterations && team.any_above(change, kLastBit); t++) {
     float row_change[Team::kTileRows];
 #pragma unroll
@@ -231,10 +194,11 @@ template <class Team>
 __device__ void short_backward(Team& team, const Scaled<double, Team>& s, const History<Team>& history, int64_t t,
                                int64_t last, const double (&wide_dg)[Team::kTileColumns], double whole,
                                double (&wide_h)[Team::kTileRows][Team::kTileColumns]) {
-  Short<Team> f(s);
+  Scaled<float, Team> f(s);
+  const double inv_whole = whole > 0 ? 1 / whole : 0.0;
   float h[Team::kTileRows][Team::kTileColumns] = {}, dg[Team::kTileColumns], left = 0;  // divided by `whole`
 #pragma unroll
-  for (int b = 0; b < Team::kTileColumns; b++) dg[b] = static_cast<float>(wide_dg[b] / whole), left += fabsf(dg[b]);
+  for (int b = 0; b < Team::kTileColumns; b++) dg[b] = static_cast<float>(wide_dg[b] * inv_whole), left += fabsf(dg[b]);
   for (; t >= 0 && team.along_row(left, Add()) * (t + 1) > kNegligible; t--) {
     float y[Team::kTileColumns], x[Team::kTileRows];
 #pragma unroll
@@ -248,7 +212,7 @@ __device__ void short_backward(Team& team, const Scaled<double, Team>& s, const 
       f.u[a] = static_cast<float>(history.get_row(min(t, last), a));
       x[a] *= -f.u[a], x[a] *= f.u[a];
 #pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) h[a][b] += f.u[a] * y[b] + x[a] * f.v[b];
+      for (int b = 0; b < Team::kTileColumns; b++) h[a][b] = fmaf(f.u[a], y[b], fmaf(x[a], f.v[b], h[a][b]));
     }
     f.times_rows(team, x, dg);
     left = 0;
@@ -258,7 +222,7 @@ __device__ void short_backward(Team& team, const Scaled<double, Team>& s, const 
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) wide_h[a][b] += h[a][b] * whole;
+    for (int b = 0; b < Team::kTileColumns; b++) wide_h[a][b] = fma(double(h[a][b]), whole, wide_h[a][b]);
   }
 }
 
@@ -282,41 +246,42 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     for (int b = 0; b < Team::kTileColumns; b++) {
       h[a][b] = s.u[a] * s.v[b] * grad[a][b];
       const double weight = s.k[a][b] * h[a][b];
-      df[a] -= weight, dg[b] -= weight, whole += fabs(weight);
+      df[a] -= weight, dg[b] -= weight;
+      if constexpr (Team::kEarly) whole += fabs(weight);
     }
-    df[a] = team.along_row(df[a], Add());
   }
-  team.along_columns(dg, Add());
+  team.sum_rows(df, Same());
+  team.sum_columns(dg, Same());
   if constexpr (Team::kEarly) whole = team.sum(whole);
-  const double enough = Team::kEarly ? (tame ? kSmallShare : double(kNegligible)) * whole : 0.0;
+  const double inv_whole = whole > 0 ? 1 / whole : 0.0;
+  const float enough = tame ? kSmallShare : kNegligible;
   for (int64_t t = iterations - 1; t >= 0; t--) {
-    double y[Team::kTileColumns], left = 0;
+    double y[Team::kTileColumns], x[Team::kTileRows];
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
-      y[b] = dg[b] * s.v[b], dg[b] = 0;
+      y[b] = dg[b] * s.v[b];
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
     if constexpr (!Team::kEarly) s.rows(team);
+    s.times_columns(team, y, x);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
-      double total = 0;
       if constexpr (Team::kEarly) s.u[a] = history.get_row(min(t, last), a);
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += s.k[a][b] * y[b];
-      const double x = s.u[a] * (df[a] - s.u[a] * team.along_row(total, Add()));
+      x[a] = s.u[a] * fma(-s.u[a], x[a], df[a]);
       df[a] = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) {
-        h[a][b] += s.u[a] * y[b] + x * s.v[b];
-        dg[b] -= s.k[a][b] * x;
-      }
+      for (int b = 0; b < Team::kTileColumns; b++) h[a][b] = fma(s.u[a], y[b], fma(x[a], s.v[b], h[a][b]));
     }
-    team.along_columns(dg, Add());
+    s.times_rows(team, x, dg);
+    float left = 0;
 #pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      dg[b] *= -s.v[b];
+      if constexpr (Team::kEarly) left += fabsf(static_cast<float>(dg[b] * inv_whole));
+    }
     if constexpr (Team::kEarly) {
       if (team.along_row(left, Add()) * t > enough) continue;
-      if (tame && t > 0 && whole > 0) short_backward(team, s, history, t - 1, last, dg, whole, h);
+      if (tame) short_backward(team, s, history, t - 1, last, dg, whole, h);
       break;
     }
   }

@@ -17,8 +17,8 @@ namespace {
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 // Bounds at which the scaled backward pass continues in float or stops (sinkhorn.cu): of the relative change of v, and
 // of the share that the iterations left can have in a gradient.
-constexpr float kSmallChange = 0x1p-26f, kLastBit = 0x1p-53f, kNegligible = 0x1p-45f;
-constexpr double kSmallShare = 0x1p-22;
+constexpr float kSmallChange = 0x1p-26f, kLastBit = 0x1p-53f, kSmallShare = 0x1p-22f,
+                kNegligible = 0x1p-45f;
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
@@ -26,6 +26,20 @@ struct Add {
   template <class T>
   __device__ T operator()(T a, T b) const {
     return a + b;
+  }
+};
+
+struct Same {
+  template <class T>
+  __device__ T operator()(T x) const {
+    return x;
+  }
+};
+
+struct Inverse {
+  template <class T>
+  __device__ T operator()(T total) const {
+    return total > T(0) ? reciprocal(total) : T(0);
   }
 };
 
@@ -128,7 +142,7 @@ class Team {
     const int rank = threadIdx.x % kThreads;
     matrix = int64_t(blockIdx.x) * kTeams + threadIdx.x / kThreads;
     row = rank / COLUMNS * TILE_ROWS, column = rank % COLUMNS * TILE_COLUMNS;
-    lane_ = threadIdx.x % kWarpSize;
+    rank_ = rank, lane_ = threadIdx.x % kWarpSize;
     if constexpr (kThreads < kWarpSize) mask_ = ((1u << kThreads) - 1) << (lane_ / kThreads * kThreads);
   }
 
@@ -155,8 +169,8 @@ class Team {
     return value;
   }
 
-  template <int COUNT, class T, class Combine>
-  __device__ void along_columns(T (&values)[COUNT], Combine combine) {
+  template <int COUNT, class T, class Combine, class Finish = Same>
+  __device__ void along_columns(T (&values)[COUNT], Combine combine, Finish finish = {}) {
 #pragma unroll
     for (int offset = COLUMNS; offset < (kWarps ? kWarpSize : kThreads); offset *= 2) {
 #pragma unroll
@@ -178,11 +192,35 @@ class Team {
       if (column < COUNT * COLUMNS) {
         T all = slots[kN + column];
         for (int warp = 2; warp <= kWarps; warp++) all = combine(all, slots[warp * kN + column]);
-        slots[column] = all;
+        slots[column] = finish(all);
       }
       __syncthreads();
 #pragma unroll
       for (int b = 0; b < COUNT; b++) values[b] = slots[mine + b];
+    } else {
+#pragma unroll
+      for (int b = 0; b < COUNT; b++) values[b] = finish(values[b]);
+    }
+  }
+
+  // Replaces the values of a thread's rows by finish(their sums along the row).
+  template <class T, class Finish>
+  __device__ void sum_rows(T (&values)[TILE_ROWS], Finish finish) const {
+    if constexpr (COLUMNS >= 4 && TILE_ROWS == 4) {
+      sum_four<COLUMNS / 2, COLUMNS / 4>(values, finish);
+    } else {
+#pragma unroll
+      for (int a = 0; a < TILE_ROWS; a++) values[a] = finish(along_row(values[a], Add()));
+    }
+  }
+
+  // Replaces the values of a thread's columns by finish(their sums along the column).
+  template <class T, class Finish>
+  __device__ void sum_columns(T (&values)[TILE_COLUMNS], Finish finish) {
+    if constexpr (kWarps == 0 && ROWS == 4 && TILE_COLUMNS == 4) {
+      sum_four<2 * COLUMNS, COLUMNS>(values, finish);
+    } else {
+      along_columns(values, Add(), finish);
     }
   }
 
@@ -278,8 +316,30 @@ class Team {
   }
 
  private:
-  double* exchange_;  // (2, kWarps, kN)
-  int turn_ = 0, lane_;
+  // finish(the sum of each value) over the threads whose ranks differ in FIRST, SECOND and smaller bits of a row (SECOND
+  // < COLUMNS) or in FIRST and SECOND alone. Each thread adds up one of the four values, so there are 5 to 8 additions
+  // and shuffles of 3 values, where four sums over 16 threads take 16 of both.
+  template <int FIRST, int SECOND, class T, class Finish>
+  __device__ void sum_four(T (&values)[4], Finish finish) const {
+    const bool upper = rank_ & FIRST, odd = rank_ & SECOND;
+    T even = upper ? values[2] : values[0], other = upper ? values[3] : values[1];
+    even += __shfl_xor_sync(mask_, upper ? values[0] : values[2], FIRST);
+    other += __shfl_xor_sync(mask_, upper ? values[1] : values[3], FIRST);
+    T mine = (odd ? other : even) + __shfl_xor_sync(mask_, odd ? even : other, SECOND);
+    if constexpr (SECOND < COLUMNS) {
+#pragma unroll
+      for (int offset = SECOND / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(mask_, mine, offset);
+    }
+    mine = finish(mine);
+    const T second = __shfl_xor_sync(mask_, mine, SECOND);
+    even = odd ? second : mine, other = odd ? mine : second;
+    const T far_even = __shfl_xor_sync(mask_, even, FIRST), far_other = __shfl_xor_sync(mask_, other, FIRST);
+    values[0] = upper ? far_even : even, values[1] = upper ? far_other : other;
+    values[2] = upper ? even : far_even, values[3] = upper ? other : far_other;
+  }
+
+  double* exchange_;  // (2, kWarps + 1, kN)
+  int turn_ = 0, rank_, lane_;
   uint32_t mask_ = kAllLanes;
 };
 
@@ -288,6 +348,17 @@ template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
 
+  template <class Other>
+  __device__ explicit Scaled(const Scaled<Other, Team>& other) {
+#pragma unroll
+    for (int b = 0; b < Team::kTileColumns; b++) v[b] = static_cast<T>(other.v[b]);
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      u[a] = static_cast<T>(other.u[a]);
+#pragma unroll
+      for (int b = 0; b < Team::kTileColumns; b++) k[a][b] = static_cast<T>(other.k[a][b]);
+    }
+  }
   __device__ Scaled(Team& team, const typename Team::Tile& scores, double inv_tau) {
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
@@ -316,31 +387,36 @@ struct Scaled {
   }
 
   // u = 1 / (k v)
-  __device__ void rows(Team& team) {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      T total = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += k[a][b] * v[b];
-      u[a] = inverse(team.along_row(total, Add()));
-    }
-  }
+  __device__ void rows(Team& team) { times_columns(team, v, u, Inverse()); }
 
   // v = 1 / (k^T u)
-  __device__ void columns(Team& team) {
+  __device__ void columns(Team& team) { times_rows(team, u, v, Inverse()); }
+
+  // y = finish(k x) and y = finish(k^T x); x and y are different.
+  template <class Finish = Same>
+  __device__ void times_columns(Team& team, const T (&x)[Team::kTileColumns], T (&y)[Team::kTileRows],
+                                Finish finish = {}) const {
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      T total = k[a][0] * x[0];
+#pragma unroll
+      for (int b = 1; b < Team::kTileColumns; b++) total = fma(k[a][b], x[b], total);
+      y[a] = total;
+    }
+    team.sum_rows(y, finish);
+  }
+  template <class Finish = Same>
+  __device__ void times_rows(Team& team, const T (&x)[Team::kTileRows], T (&y)[Team::kTileColumns],
+                             Finish finish = {}) const {
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
-      v[b] = 0;
+      T total = k[0][b] * x[0];
 #pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) v[b] += k[a][b] * u[a];
+      for (int a = 1; a < Team::kTileRows; a++) total = fma(k[a][b], x[a], total);
+      y[b] = total;
     }
-    team.along_columns(v, Add());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = inverse(v[b]);
+    team.sum_columns(y, finish);
   }
-
- private:
-  __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
 };
 
 // P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is
