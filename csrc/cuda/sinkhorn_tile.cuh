@@ -1,5 +1,5 @@
 // Sinkhorn's iteration on a matrix of scores S in registers, for sinkhorn.cu. The threads that hold a matrix are a
-// Team. Scaled and Potentials are the two forms of the iteration.
+// Team. Scaled (sinkhorn_scaled.cuh) and Potentials are the two forms of the iteration.
 #pragma once
 
 #include <cmath>
@@ -7,18 +7,10 @@
 #include "moe/common/cooling.h"
 #include "moe/common/dtypes.h"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/special.cuh"
 #include "moe/cuda/warp.cuh"
 
 namespace moe {
 namespace {
-
-// Scaled, in float and in double, needs each row of scores / tau to have a range (maximum - minimum) below this.
-constexpr float kFloatRange = 60, kDoubleRange = 300;
-// Bounds at which the scaled backward pass continues in float or stops (sinkhorn.cu): of the relative change of v, and
-// of the share that the iterations left can have in a gradient.
-constexpr float kSmallChange = 0x1p-26f, kLastBit = 0x1p-53f, kSmallShare = 0x1p-22f,
-                kNegligible = 0x1p-45f;
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
@@ -33,13 +25,6 @@ struct Same {
   template <class T>
   __device__ T operator()(T x) const {
     return x;
-  }
-};
-
-struct Inverse {
-  template <class T>
-  __device__ T operator()(T total) const {
-    return total > T(0) ? reciprocal(total) : T(0);
   }
 };
 
@@ -343,80 +328,43 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0 and, after an iteration, u = v = 0.
-template <class T, class Team>
-struct Scaled {
-  T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
+// Two vectors of each iteration, saved for backward: (iterations, 2, B, n), or (iterations, 2, n, B) for teams of few
+// threads, so that neighbouring threads have neighbouring elements. Scaled form: u (if Team::kEarly) and v. Logarithmic
+// form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
+template <class Team>
+class History {
+ public:
+  __device__ History(double* data, const Team& team, int64_t batch, int n)
+      : data_(data + team.matrix * (kFew ? 1 : n)), vector_(batch * n), element_(kFew ? batch : 1), team_(team), n_(n) {}
 
-  template <class Other>
-  __device__ explicit Scaled(const Scaled<Other, Team>& other) {
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = static_cast<T>(other.v[b]);
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      u[a] = static_cast<T>(other.u[a]);
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) k[a][b] = static_cast<T>(other.k[a][b]);
-    }
-  }
-  __device__ Scaled(Team& team, const typename Team::Tile& scores, double inv_tau) {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      float most = -infinity();
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) most = fmaxf(most, scores[a][b]);
-      const double anchor = finite(team.along_row(most, Max()));
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) exponential((scores[a][b] - anchor) * inv_tau, k[a][b]);
-    }
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = T(1);
-  }
-
-  // One iteration. Returns whether it changed v; always true without Team::kEarly.
-  __device__ bool iterate(Team& team) {
-    T before[Team::kTileColumns];
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) before[b] = v[b];
-    rows(team), columns(team);
-    if constexpr (!Team::kEarly) return true;
-    bool changed = false;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) changed |= v[b] != before[b];
-    return team.any(changed);
-  }
-
-  // u = 1 / (k v)
-  __device__ void rows(Team& team) { times_columns(team, v, u, Inverse()); }
-
-  // v = 1 / (k^T u)
-  __device__ void columns(Team& team) { times_rows(team, u, v, Inverse()); }
-
-  // y = finish(k x) and y = finish(k^T x); x and y are different.
-  template <class Finish = Same>
-  __device__ void times_columns(Team& team, const T (&x)[Team::kTileColumns], T (&y)[Team::kTileRows],
-                                Finish finish = {}) const {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      T total = k[a][0] * x[0];
-#pragma unroll
-      for (int b = 1; b < Team::kTileColumns; b++) total = fma(k[a][b], x[b], total);
-      y[a] = total;
-    }
-    team.sum_rows(y, finish);
-  }
-  template <class Finish = Same>
-  __device__ void times_rows(Team& team, const T (&x)[Team::kTileRows], T (&y)[Team::kTileColumns],
-                             Finish finish = {}) const {
+  __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
+    if (team_.row > 0) return;
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
-      T total = k[0][b] * x[0];
-#pragma unroll
-      for (int a = 1; a < Team::kTileRows; a++) total = fma(k[a][b], x[a], total);
-      y[b] = total;
+      if (team_.column + b < n_) at(t, which, team_.column + b) = values[b];
     }
-    team.sum_columns(y, finish);
   }
+  __device__ void put_rows(int64_t t, const double (&values)[Team::kTileRows]) const {
+    if (team_.column > 0) return;
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      if (team_.row + a < n_) at(t, 0, team_.row + a) = values[a];
+    }
+  }
+  __device__ double get(int64_t t, int which, int b) const {
+    return team_.column + b < n_ ? at(t, which, team_.column + b) : 0.0;
+  }
+  __device__ double get_row(int64_t t, int a) const { return team_.row + a < n_ ? at(t, 0, team_.row + a) : 0.0; }
+
+ private:
+  static constexpr bool kFew = Team::kThreads <= 4;
+
+  __device__ double& at(int64_t t, int which, int i) const { return data_[(2 * t + which) * vector_ + i * element_]; }
+
+  double* data_;
+  int64_t vector_, element_;
+  const Team& team_;
+  int n_;
 };
 
 // P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is

@@ -10,13 +10,14 @@ Forward is in float32. It stops when an iteration leaves v unchanged: later iter
 Backward is in float64, since the terms of a gradient can cancel, and continues in float32 where that suffices, since
 float64 is slow on many GPUs. It needs rows of a range below FLOAT_RANGE to do so. A and B of ops/sinkhorn.py are the
 matrix after an iteration's row step and after its column step. Rows of A and columns of B sum to one.
-* u and v: an iteration that changes v by the factors 1 + c_j, |c_j| <= 2^-26, is followed by one that changes u by
-  1 / (1 + a_i), a = A c, and v by 1 / (1 + b_j), b = -B' a. Float32 knows a and b to some 2^-24 of their size, and
-  1 - a is 1 / (1 + a) up to a^2, so u and v keep errors of some 2^-50. If no |c_j| is above 2^-53, later iterations
-  have the same u and v.
-* Gradients: sum |dg| does not grow. As entries of A and B are at most 1, t iterations add at most 2 t sum |dg| to an
-  entry of tau dS. If t sum |dg| <= 2^-22 sum |P * dP|, errors of 2^-24 in them change it by at most 2^-45
-  sum |P * dP|. If t sum |dg| <= 2^-45 sum |P * dP|, they are left out: that is below 6e-14 sum |P * dP|.
+* u and v: an iteration that changes v by the factors 1 + c_j is followed by one that changes u by 1 / (1 + a_i),
+  a = A c, and v by 1 / (1 + b_j), b = -B' a. Float32 computes them with errors of some 2^-24 |c|, and 1 - a is
+  1 / (1 + a) up to a^2. With |c_j| (t + 16) <= 2^-21 and t iterations left, row sums of A and column sums of B are then
+  1 up to some 2^-45. If no |c_j| is above 2^-53, later iterations have the same u and v.
+* Gradients: sum |dg| does not grow, and entries of A and B are at most 1, so t iterations add at most 2 t sum |dg| to
+  an entry of tau dS. Errors of 2^-24 in each of them add up to at most t (t + 4) / 4 sum |dg| 2^-22. Where
+  t (t + 4) / 4 sum |dg| <= 2^-22 sum |P * dP| they are at most 2^-44 sum |P * dP|. Where
+  t sum |dg| <= 2^-45 sum |P * dP|, the iterations are left out, which is as much.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from moe_kernels.backends.triton._sinkhorn_tiles import (
 # DOUBLE_RANGE (backward): k, u and v are then normal numbers of float32 or float64.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-SMALL_CHANGE, LAST_BIT = tl.constexpr(2.0**-26), tl.constexpr(2.0**-53)
+SMALL_CHANGE, LAST_BIT = tl.constexpr(2.0**-21), tl.constexpr(2.0**-53)
 SMALL_SHARE, NEGLIGIBLE = tl.constexpr(2.0**-22), tl.constexpr(2.0**-45)
 
 
@@ -58,7 +59,9 @@ def scaled_fwd(
     stride_scores_B, stride_scores_I, n, iterations,
     N: tl.constexpr,
 ):  # fmt: skip
-    _, scaled, broken = begin(scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, N, N)
+    _span, scaled, broken = begin(
+        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, N, N
+    )
     if broken:
         fill_with_nan(p_ptr, n, N, N)
     if scaled:
@@ -90,14 +93,25 @@ def _load_u(history_ptr, t, B, n, N: tl.constexpr):
 
 
 @triton.jit
+def small_change(left):
+    """The largest relative change of v after which `left` iterations in float32 suffice."""
+    return SMALL_CHANGE / (left + 16)
+
+
+@triton.jit
+def share(dg, t):
+    """A bound on what t iterations add to an entry of tau dS, and on their errors in float32 times 2^22."""
+    return sum_columns(tl.abs(dg)) * t * (0.25 * t + 1.0)
+
+
+@triton.jit
 def _solve(history_ptr, k, tame, B, n, iterations, N: tl.constexpr):
     """Writes u and v of all iterations that change them. Returns the last of these, and its u and v."""
     u = tl.zeros((N,), dtype=tl.float64)
     v = full_vector(1.0, tl.float64, N)
     change = full_vector(1.0, tl.float32, N)
-    enough = tl.where(tame, SMALL_CHANGE, LAST_BIT)
     t = 0
-    while (t < iterations) & (largest_column(tl.abs(change)) > enough):
+    while (t < iterations) & (largest_column(tl.abs(change)) > tl.where(tame, small_change(iterations - t), LAST_BIT)):
         u = inverse_of(sum_rows(k * v[:, None, :]))
         total = tl.sum(k * u[None, :, None], axis=1)
         change = tl.where(total > 0, 1.0 - v * total, 0.0).to(tl.float32)
@@ -152,7 +166,8 @@ def scaled_bwd(
         enough = tl.where(tame, SMALL_SHARE, NEGLIGIBLE) * whole
         left = whole
         t = iterations - 1
-        while (t >= 0) & ((left > enough) | (t == iterations - 1)):  # df is 0 after the last iteration
+        # df is 0 after the last iteration. NaN is not at most `enough`.
+        while (t >= 0) & (((left <= enough) == 0) | (t == iterations - 1)):
             u = _load_u(history_ptr, tl.minimum(t, last), B, n, N)
             y = dg * v
             v = v_before(history_ptr, t, last, B, n, N)
@@ -160,7 +175,7 @@ def scaled_bwd(
             h = tl.fma(u[None, :, None], y[:, None, :], tl.fma(dx[None, :, None], v[:, None, :], h))
             dg = -v * tl.sum(k * dx[None, :, None], axis=1)
             df = tl.zeros((N,), dtype=tl.float64)
-            left = sum_columns(tl.abs(dg)) * t
+            left = tl.where(tame, share(dg, t), sum_columns(tl.abs(dg)) * t)
             t -= 1
         if tame & (t >= 0):
             short_k = k.to(tl.float32)

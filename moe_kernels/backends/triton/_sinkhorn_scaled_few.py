@@ -1,4 +1,4 @@
-"""The kernels of _sinkhorn_scaled.py for n <= 8: a program has M matrices, a thread whole matrices or some of their columns.
+"""The kernels of _sinkhorn_scaled.py for n <= 8: a program has M matrices, a thread a matrix or some of its columns.
 
 Matrices are the last dimension of a tile, (N, N, M), so that sums of rows and columns need no shuffles. Triton keeps
 neighbouring elements in one thread where it knows that a stride is 1, so the kernels get this stride as a variable.
@@ -54,9 +54,7 @@ def _any(x):
 
 
 @triton.jit
-def _begin(
-    scores_ptr, stride_B, stride_I, one, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
-):
+def _begin(scores_ptr, stride_B, stride_I, one, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr):
     """(which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau). Writes the flags."""
     ptrs, inside = _tile(scores_ptr, stride_B, stride_I, one, B, n, M, N)
     s = tl.load(ptrs, mask=inside, other=-float("inf")).to(tl.float32)

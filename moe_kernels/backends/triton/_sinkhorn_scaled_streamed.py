@@ -1,12 +1,19 @@
-"""The kernels of _sinkhorn_scaled.py for n > 64: a program keeps k in scratch memory and reads it in every iteration, ROWS
-rows at a time."""
+"""The kernels of _sinkhorn_scaled.py for n > 64: a program keeps k in scratch memory and reads it in every iteration,
+ROWS rows at a time."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from moe_kernels.backends.triton._sinkhorn_scaled import FLOAT_RANGE, LAST_BIT, NEGLIGIBLE, SMALL_CHANGE, SMALL_SHARE
+from moe_kernels.backends.triton._sinkhorn_scaled import (
+    FLOAT_RANGE,
+    LAST_BIT,
+    NEGLIGIBLE,
+    SMALL_SHARE,
+    share,
+    small_change,
+)
 from moe_kernels.backends.triton._sinkhorn_tiles import (
     begin,
     columns_of,
@@ -38,7 +45,7 @@ def scaled_streamed_fwd(
     stride_scores_B, stride_scores_I, n, iterations,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    span, scaled, broken = begin(
+    _span, scaled, broken = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, ROWS, N
     )
     if broken:
@@ -78,7 +85,7 @@ def _solve(history_ptr, k_ptr, short_ptr, B, n, iterations, ROWS: tl.constexpr, 
     v = full_vector(1.0, tl.float64, N)
     change = full_vector(1.0, tl.float32, N)
     t = 0
-    while (t < iterations) & (largest_column(tl.abs(change)) > SMALL_CHANGE):
+    while (t < iterations) & (largest_column(tl.abs(change)) > small_change(iterations - t)):
         tl.debug_barrier()  # threads read k that other threads have stored
         columns = full_tile(0.0, tl.float64, ROWS, N)
         for first in range(0, n, ROWS):
@@ -131,7 +138,7 @@ def scaled_streamed_bwd(
     stride_scores_B, stride_scores_I, B, n, iterations,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    span, scaled, broken = begin(
+    _span, scaled, broken = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, ROWS, N
     )
     if broken:
@@ -154,7 +161,7 @@ def scaled_streamed_bwd(
             u = tl.load(u_ptrs, mask=i_inside, other=0.0)
             grad = read_tile(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0).to(tl.float64)
             h = u[None, :, None] * v[:, None, :] * grad
-            h_ptrs, h_inside = scratch_tile(h_ptr, first, n, ROWS, N)
+            h_ptrs, _ = scratch_tile(h_ptr, first, n, ROWS, N)
             tl.store(h_ptrs, h, mask=inside)
             columns = tl.fma(k, h, columns)
             sizes += tl.abs(k * h)
@@ -162,7 +169,8 @@ def scaled_streamed_bwd(
         whole = sum_columns(tl.sum(sizes, axis=1))
         left = whole
         t = iterations - 1
-        while (t >= 0) & ((left > SMALL_SHARE * whole) | (t == iterations - 1)):  # df is 0 after the last iteration
+        # df is 0 after the last iteration. NaN is not at most the share.
+        while (t >= 0) & (((left <= SMALL_SHARE * whole) == 0) | (t == iterations - 1)):
             tl.debug_barrier()  # threads read h that other threads have stored
             y = dg * v
             v = v_before(history_ptr, t, last, B, n, N)
@@ -170,11 +178,9 @@ def scaled_streamed_bwd(
             for first in range(0, n, ROWS):
                 ptrs, inside = scratch_tile(k_ptr, first, n, ROWS, N)
                 k = tl.load(ptrs, mask=inside, other=0.0)
-                h_ptrs, h_inside = scratch_tile(h_ptr, first, n, ROWS, N)
+                h_ptrs, _ = scratch_tile(h_ptr, first, n, ROWS, N)
                 h = tl.load(h_ptrs, mask=inside, other=0.0)
-                u_ptrs, i_inside = rows_of(
-                    of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS
-                )
+                u_ptrs, i_inside = rows_of(of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS)
                 u = tl.load(u_ptrs, mask=i_inside, other=0.0)
                 dx = -u * sum_rows(k * y[:, None, :])
                 if t == iterations - 1:
@@ -184,7 +190,7 @@ def scaled_streamed_bwd(
                 tl.store(h_ptrs, h, mask=inside)
                 columns = tl.fma(k, dx[None, :, None], columns)
             dg = -v * tl.sum(columns, axis=1)
-            left = sum_columns(tl.abs(dg)) * t
+            left = share(dg, t)
             t -= 1
         short_dg = tl.where(whole > 0, dg / whole, 0.0).to(tl.float32)
         short_v = v.to(tl.float32)
@@ -199,9 +205,7 @@ def scaled_streamed_bwd(
                 short_k = tl.load(ptrs, mask=inside, other=0.0)
                 ptrs, inside = scratch_tile(short_h_ptr, first, n, ROWS, N)
                 short_h = tl.load(ptrs, mask=inside & (t < first_short), other=0.0)
-                u_ptrs, i_inside = rows_of(
-                    of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS
-                )
+                u_ptrs, i_inside = rows_of(of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS)
                 short_u = tl.load(u_ptrs, mask=i_inside, other=0.0).to(tl.float32)
                 short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
                 short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
@@ -214,8 +218,8 @@ def scaled_streamed_bwd(
         for first in range(0, n, ROWS):
             ptrs, inside = scratch_tile(k_ptr, first, n, ROWS, N)
             k = tl.load(ptrs, mask=inside, other=0.0)
-            h_ptrs, h_inside = scratch_tile(h_ptr, first, n, ROWS, N)
+            h_ptrs, _ = scratch_tile(h_ptr, first, n, ROWS, N)
             h = tl.load(h_ptrs, mask=inside, other=0.0)
-            short_ptrs, h_inside = scratch_tile(short_h_ptr, first, n, ROWS, N)
+            short_ptrs, _ = scratch_tile(short_h_ptr, first, n, ROWS, N)
             short_h = tl.load(short_ptrs, mask=inside & (t < first_short), other=0.0)
             write_tile(dscores_ptr, k * tl.fma(short_h.to(tl.float64), whole, h) * inv_tau, first, n, ROWS, N)

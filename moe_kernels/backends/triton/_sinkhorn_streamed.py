@@ -1,5 +1,5 @@
 """Sinkhorn's iteration in logarithms for n > 64, or n > 32 in streamed_bwd with SUMS. A program has one matrix and
-reads it in every iteration, ROWS rows at a time. f, g and SUMS: see _sinkhorn_resident.py."""
+reads it in every iteration, ROWS rows at a time. f, g, SUMS and flags: see _sinkhorn_resident.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Sinkhorn's iteration in Triton. Up to n = 64, or 32 in resident_bwd with prescribed sums or a tolerance, a program
-keeps one or more matrices in registers in all iterations (_sinkhorn_resident.py). For larger n a program reads its
-matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
+"""Sinkhorn's iteration in Triton, in two forms. Without prescribed sums, a tolerance or a falling temperature, a
+kernel that scales exp(scores / tau) runs first (_sinkhorn_scaled.py). It computes the matrices whose rows of
+scores / tau have a small range; kernels in logarithms, with float64 potentials (ops/sinkhorn.py), then compute the
+others.
 
-Both forms compute in logarithms, with float64 potentials (ops/sinkhorn.py). Up to n = 64, without prescribed sums, a
-tolerance or a falling temperature, another kernel runs first (_sinkhorn_scaled.py). It computes the matrices whose rows
-of scores / tau have a small range, by scaling exp(scores / tau); the kernels in logarithms then compute the others.
+Up to n = 64, or 32 in resident_bwd with prescribed sums or a tolerance, a program keeps one or more matrices in
+registers in all iterations (logarithms: _sinkhorn_resident.py). For larger n a program reads its matrix again in every
+iteration, a few rows at a time (logarithms: _sinkhorn_streamed.py).
 """
 
 from __future__ import annotations
@@ -98,13 +99,13 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
             launch(scaled_bwd, (batch,), *given, *rest, **blocks, num_warps=warps)
         else:
             short = scores.new_empty((2, batch, n, n), dtype=torch.float32)
-            arguments = *given, torch.empty_like(work), work, short[0], short[1], *rest
-            launch(scaled_streamed_bwd, (batch,), *arguments, **blocks, num_warps=warps)
+            scratch = torch.empty_like(work), work, short[0], short[1]
+            launch(scaled_streamed_bwd, (batch,), *given, *scratch, *rest, **blocks, num_warps=warps)
     _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
     blocks, warps = _blocks(n, "bwd", bool(sums))
     arguments = [
         grad, grad.stride(0), grad.stride(1), dscores, *((drows, dcolumns) if sums else (steps, steps)), scores, steps,
-        history, *(sums or (steps, steps)), steps if counts is None else counts, scores.stride(0), scores.stride(1),
+        history, *(sums or (steps, steps)), counts, scores.stride(0), scores.stride(1),
         batch, n, len(taus),
     ]  # fmt: skip
     kernel, programs = resident_bwd, triton.cdiv(batch, blocks.get("M", 1))
