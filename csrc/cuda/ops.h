@@ -137,8 +137,8 @@ cudaError_t sinkhorn_fwd(int dtype,
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
                          int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // per matrix: 8 bytes
-                         int64_t scratch_stride,  // bytes from matrix to matrix
+                         void* scratch,           // batch x scratch_stride bytes
+                         int64_t scratch_stride,  // a multiple of 8, at least 8
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n): prescribed sums; or both nullptr: ones
                          // A matrix stops once its row and column sums are within this of the prescribed ones; rows
@@ -154,8 +154,8 @@ cudaError_t sinkhorn_bwd(int dtype,
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
                          int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // per matrix: (iterations, 2, n) float64, then 8 bytes
-                         int64_t scratch_stride,  // bytes from matrix to matrix
+                         void* scratch,           // batch x scratch_stride bytes
+                         int64_t scratch_stride,  // a multiple of 8, at least 16 n iterations + 8
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without prescribed sums
                          cudaStream_t stream);

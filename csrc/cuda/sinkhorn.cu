@@ -6,30 +6,20 @@
 //
 // Each form is a kernel of its own. With one tau and no prescribed sums the scaled kernel runs first, and flags the
 // matrices that it leaves to the logarithmic kernel.
-//
-// From n = 9 on the scaled form may stop early:
-// * Forward: when an iteration changes no bit of v, since later ones would not either.
-// * Backward: A is the matrix after an iteration's row step, B after its column step; df and dg are the gradients to
-//   -log u and -log v (ops/sinkhorn.py). Rows of A and columns of B sum to one, so sum |dg| never grows. An iteration
-//   adds B_ij dg_j + A_ij df_i to tau dS_ij, at most 2 sum |dg| in absolute value. With t iterations left, the loop
-//   stops if t sum |dg| <= 2^-45 sum |P * dP|: the t iterations would add less than 6e-14 sum |P * dP| to tau dS_ij.
-// The scaled backward pass is in double, because the terms of a gradient can cancel.
 #include "moe/cuda/launch.cuh"
 #include "ops.h"
+#include "sinkhorn_scaled.cuh"
 #include "sinkhorn_tile.cuh"
 
 namespace moe {
 namespace {
 
-// Whether a matrix needs the logarithmic form: a flag in the last 8 bytes of its scratch memory.
+// Whether each matrix needs the logarithmic form.
 struct Flags {
-  char* last;      // flag of the first matrix; null: all matrices need the logarithmic form
-  int64_t stride;  // bytes from matrix to matrix
+  int* each;  // (B); null: all matrices need the logarithmic form
 
-  __device__ void put(int64_t matrix, bool flag) const { *reinterpret_cast<int*>(last + matrix * stride) = flag; }
-  __device__ bool logarithmic(int64_t matrix) const {
-    return last == nullptr || *reinterpret_cast<const int*>(last + matrix * stride) != 0;
-  }
+  __device__ void put(int64_t matrix, bool flag) const { each[matrix] = flag; }
+  __device__ bool logarithmic(int64_t matrix) const { return each == nullptr || each[matrix] != 0; }
 };
 
 template <class Team>
@@ -57,7 +47,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
   team.read(scores, vectorized, n, -infinity(), tile);
-  const Form form = flag_form(team, team.form(tile, n, cooling, kFloatRange), flags);
+  double range;
+  const Form form = flag_form(team, team.form(tile, n, cooling, kFloatRange, range), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
@@ -84,7 +75,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   typename Team::Tile tile;
   team.read(scores, vectorized, n, -infinity(), tile);
   const Sums sums = all.of(team.matrix, n);
-  if (team.form(tile, n, cooling, 0) == Form::broken) {
+  double range;
+  if (team.form(tile, n, cooling, 0, range) == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
     Potentials<float, Team> s(sums);
@@ -97,102 +89,6 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     }
   }
   team.write(p, scores.dtype, vectorized, n, tile);
-}
-
-// Two vectors of each iteration, saved for backward: (iterations, 2, n). Scaled form: u (if Team::kEarly) and v.
-// Logarithmic form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
-template <class Team>
-struct History {
-  double* data;
-  const Team& team;
-  int n;
-
-  __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
-    if (team.row > 0) return;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      if (team.column + b < n) data[(2 * t + which) * n + team.column + b] = values[b];
-    }
-  }
-  __device__ void put_rows(int64_t t, const double (&values)[Team::kTileRows]) const {
-    if (team.column > 0) return;
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      if (team.row + a < n) data[2 * t * n + team.row + a] = values[a];
-    }
-  }
-  __device__ double get(int64_t t, int which, int b) const {
-    return team.column + b < n ? data[(2 * t + which) * n + team.column + b] : 0.0;
-  }
-  __device__ double get_row(int64_t t, int a) const {
-    return team.row + a < n ? data[2 * t * n + team.row + a] : 0.0;
-  }
-};
-
-// `tile` holds scores and receives dscores.
-template <class Team>
-__device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
-                                const History<Team>& history, const Cooling& cooling) {
-  const double inv_tau = 1 / cooling(0);
-  const int64_t iterations = cooling.iterations();
-  Scaled<double, Team> s(team, tile, inv_tau);
-  int64_t last = 0;  // last iteration that was computed; later ones have the same u and v
-  for (;; last++) {
-    const bool changed = s.iterate(team);
-    if constexpr (Team::kEarly) history.put_rows(last, s.u);
-    history.put(last, 1, s.v);
-    if (!changed || last == iterations - 1) break;
-  }
-  team.sync();
-  // h is the gradient to k, df and dg are those to -log u and -log v. An iteration computes u = 1 / (k w) from the
-  // previous v, here called w, and then v = 1 / (k^T u). Its backward pass, where * is element by element: y = dg * v,
-  // x = u * (df - u * (k y)), h += u y^T + x w^T, df = 0, dg = -w * (k^T x). At the end dS = k * h / tau.
-  double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
-#pragma unroll
-  for (int a = 0; a < Team::kTileRows; a++) {
-    df[a] = 0;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      h[a][b] = s.u[a] * s.v[b] * grad[a][b];
-      const double weight = s.k[a][b] * h[a][b];
-      df[a] -= weight, dg[b] -= weight, whole += fabs(weight);
-    }
-    df[a] = team.along_row(df[a], Add());
-  }
-  team.along_columns(dg, Add());
-  const double negligible = Team::kEarly ? kNegligible * team.sum(whole) : 0.0;
-  for (int64_t t = iterations - 1; t >= 0; t--) {
-    double y[Team::kTileColumns], left = 0;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      y[b] = dg[b] * s.v[b], dg[b] = 0;
-      s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
-    }
-    if constexpr (!Team::kEarly) s.rows(team);
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      double total = 0;
-      if constexpr (Team::kEarly) s.u[a] = history.get_row(min(t, last), a);
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += s.k[a][b] * y[b];
-      const double x = s.u[a] * (df[a] - s.u[a] * team.along_row(total, Add()));
-      df[a] = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) {
-        h[a][b] += s.u[a] * y[b] + x * s.v[b];
-        dg[b] -= s.k[a][b] * x;
-      }
-    }
-    team.along_columns(dg, Add());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
-    if (Team::kEarly && team.along_row(left, Add()) * t <= negligible) break;
-  }
-#pragma unroll
-  for (int a = 0; a < Team::kTileRows; a++) {
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = static_cast<float>(s.k[a][b] * h[a][b] * inv_tau);
-  }
 }
 
 template <class Team>
@@ -262,20 +158,21 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_bwd_kernel(Matrices grad,    // (B, n, n)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
-                        double* scratch,  // (B, stride)
-                        int64_t stride, bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
+                        double* history,  // (iterations, 2, B, n) or (iterations, 2, n, B): History
+                        bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile, dp;
   team.read(scores, vectorized, n, -infinity(), tile);
-  const Form form = flag_form(team, team.form(tile, n, cooling, kDoubleRange), flags);
+  double range;
+  const Form form = flag_form(team, team.form(tile, n, cooling, kDoubleRange, range), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
     team.read(grad, vectorized, n, 0.0f, dp);
-    scaled_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling);
+    scaled_backward(team, tile, dp, History<Team>(history, team, batch, n), cooling, range < kFloatRange);
   }
   team.write(dscores, scores.dtype, vectorized, n, tile);
 }
@@ -285,8 +182,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_log_bwd_kernel(Matrices grad,    // (B, n, n)
                             Matrices scores,  // (B, n, n)
                             void* dscores,    // (B, n, n)
-                            double* scratch,  // (B, stride)
-                            int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
+                            double* history,  // as above
+                            bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
                             int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
@@ -295,14 +192,15 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.read(scores, vectorized, n, -infinity(), tile);
   team.read(grad, vectorized, n, 0.0f, dp);
   const Sums sums = all.of(team.matrix, n);
-  const bool broken = team.form(tile, n, cooling, 0) == Form::broken;
+  double range;
+  const bool broken = team.form(tile, n, cooling, 0, range) == Form::broken;
   const double none = broken ? NAN : 0.0;
   for (int b = 0; team.row == 0 && b < Team::kTileColumns; b++) sums.init_column(team.column + b, none);
   for (int a = 0; team.column == 0 && a < Team::kTileRows; a++) sums.init_row(team.row + a, none);
   if (broken) {
     fill<Team>(tile, NAN);
   } else {
-    log_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling, sums);
+    log_backward(team, tile, dp, History<Team>(history, team, batch, n), cooling, sums);
   }
   team.write(dscores, scores.dtype, vectorized, n, tile);
 }
@@ -315,9 +213,10 @@ using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
 using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
-Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
+// The flags are behind `history_bytes` for each matrix.
+Flags flags_of(void* scratch, int64_t history_bytes, int64_t batch, const Cooling& cooling, const Sums& sums) {
   const bool scaled = sums.rows == nullptr && cooling.constant();
-  return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};
+  return {scaled ? reinterpret_cast<int*>(static_cast<char*>(scratch) + history_bytes * batch) : nullptr};
 }
 
 template <class Team>
@@ -325,7 +224,7 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
                             const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectorized = scores.in_vectors(n) && is_aligned(p, 16);
   const int size = static_cast<int>(n);
-  if (flags.last != nullptr) {
+  if (flags.each != nullptr) {
     const cudaError_t error = launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p,
                                      vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
@@ -335,18 +234,18 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
 }
 
 template <class Team>
-cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch,
-                                int64_t stride, const Cooling& cooling, const Flags& flags, const Sums& sums,
-                                int64_t batch, int64_t n, cudaStream_t stream) {
+cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* history,
+                                const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
+                                cudaStream_t stream) {
   const bool vectorized = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   const int size = static_cast<int>(n);
-  if (flags.last != nullptr) {
+  if (flags.each != nullptr) {
     const cudaError_t error = launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad,
-                                     scores, dscores, scratch, stride, vectorized, cooling, flags, batch, size);
+                                     scores, dscores, history, vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
   }
   return launch(sinkhorn_log_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores,
-                scratch, stride, vectorized, cooling, flags, sums, batch, size);
+                history, vectorized, cooling, flags, sums, batch, size);
 }
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
@@ -378,7 +277,7 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
                         : n <= HalfWarp::kN  ? launch_resident<HalfWarp>
                         : n <= Warp::kN      ? launch_resident<Warp>
                                              : launch_resident<WarpGroup>;
-  return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
+  return resident(from, p, cooling, flags_of(scratch, 0, batch, cooling, sums), sums, batch, n, stream);
 }
 
 cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
@@ -394,15 +293,14 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   Sums sums{};
   sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
   sums.drows = drows, sums.dcolumns = dcolumns;
-  double* const room = static_cast<double*>(scratch);
-  const int64_t stride = scratch_stride / 8;
+  double* const history = static_cast<double*>(scratch);
   const auto resident = n <= Thread::kN     ? launch_resident_bwd<Thread>
                         : n <= Quad::kN     ? launch_resident_bwd<Quad>
                         : n <= HalfWarp::kN ? launch_resident_bwd<HalfWarp>
                         : n <= TwoWarps::kN ? launch_resident_bwd<TwoWarps>
                                             : launch_resident_bwd<WholeBlock>;
-  const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);
-  return resident(dp, from, dscores, room, stride, cooling, flags, sums, batch, n, stream);
+  const Flags flags = flags_of(scratch, 16 * n * iterations, batch, cooling, sums);
+  return resident(dp, from, dscores, history, cooling, flags, sums, batch, n, stream);
 }
 
 }  // namespace moe

@@ -1,5 +1,5 @@
 // Sinkhorn's iteration on a matrix of scores S in registers, for sinkhorn.cu. The threads that hold a matrix are a
-// Team. Scaled and Potentials are the two forms of the iteration.
+// Team. Scaled (sinkhorn_scaled.cuh) and Potentials are the two forms of the iteration.
 #pragma once
 
 #include <cmath>
@@ -7,15 +7,10 @@
 #include "moe/common/cooling.h"
 #include "moe/common/dtypes.h"
 #include "moe/cuda/rows.cuh"
-#include "moe/cuda/special.cuh"
 #include "moe/cuda/warp.cuh"
 
 namespace moe {
 namespace {
-
-// Scaled, in float and in double, needs each row of scores / tau to have a range (maximum - minimum) below this.
-constexpr float kFloatRange = 60, kDoubleRange = 300;
-constexpr double kNegligible = 0x1p-45;  // relative bound at which the scaled backward pass stops (sinkhorn.cu)
 
 enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, so the result is NaN everywhere
 
@@ -23,6 +18,13 @@ struct Add {
   template <class T>
   __device__ T operator()(T a, T b) const {
     return a + b;
+  }
+};
+
+struct Same {
+  template <class T>
+  __device__ T operator()(T x) const {
+    return x;
   }
 };
 
@@ -111,7 +113,7 @@ class Team {
                        kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // 0 if a team is within one warp
-  static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
+  static constexpr int kExchange = kWarps ? 2 * (kWarps + 1) * kN : 1;
   // Whether the scaled form may stop before the last iteration.
   static constexpr bool kEarly = kN >= 16;
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
@@ -125,7 +127,7 @@ class Team {
     const int rank = threadIdx.x % kThreads;
     matrix = int64_t(blockIdx.x) * kTeams + threadIdx.x / kThreads;
     row = rank / COLUMNS * TILE_ROWS, column = rank % COLUMNS * TILE_COLUMNS;
-    lane_ = threadIdx.x % kWarpSize;
+    rank_ = rank, lane_ = threadIdx.x % kWarpSize;
     if constexpr (kThreads < kWarpSize) mask_ = ((1u << kThreads) - 1) << (lane_ / kThreads * kThreads);
   }
 
@@ -152,28 +154,58 @@ class Team {
     return value;
   }
 
-  template <int COUNT, class T, class Combine>
-  __device__ void along_columns(T (&values)[COUNT], Combine combine) {
+  template <int COUNT, class T, class Combine, class Finish = Same>
+  __device__ void along_columns(T (&values)[COUNT], Combine combine, Finish finish = {}) {
 #pragma unroll
     for (int offset = COLUMNS; offset < (kWarps ? kWarpSize : kThreads); offset *= 2) {
 #pragma unroll
       for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
     }
     if constexpr (kWarps > 0) {
-      // Calls alternate between two sets of slots, so a call needs only one barrier.
-      T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * kWarps * kN);
+      // Each column is combined by one thread. Calls alternate between two sets of slots, so a call needs no third
+      // barrier.
+      static_assert(COUNT * COLUMNS <= kThreads && COUNT * COLUMNS <= kN);
+      T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * (kWarps + 1) * kN);
       turn_ ^= 1;
       const int mine = lane_ % COLUMNS * COUNT;
       if (lane_ < COLUMNS) {
 #pragma unroll
-        for (int b = 0; b < COUNT; b++) slots[threadIdx.x / kWarpSize * kN + mine + b] = values[b];
+        for (int b = 0; b < COUNT; b++) slots[(threadIdx.x / kWarpSize + 1) * kN + mine + b] = values[b];
+      }
+      __syncthreads();
+      const int column = threadIdx.x;
+      if (column < COUNT * COLUMNS) {
+        T all = slots[kN + column];
+        for (int warp = 2; warp <= kWarps; warp++) all = combine(all, slots[warp * kN + column]);
+        slots[column] = finish(all);
       }
       __syncthreads();
 #pragma unroll
-      for (int b = 0; b < COUNT; b++) {
-        values[b] = slots[mine + b];
-        for (int warp = 1; warp < kWarps; warp++) values[b] = combine(values[b], slots[warp * kN + mine + b]);
-      }
+      for (int b = 0; b < COUNT; b++) values[b] = slots[mine + b];
+    } else {
+#pragma unroll
+      for (int b = 0; b < COUNT; b++) values[b] = finish(values[b]);
+    }
+  }
+
+  // Replaces the values of a thread's rows by finish(their sums along the row).
+  template <class T, class Finish>
+  __device__ void sum_rows(T (&values)[TILE_ROWS], Finish finish) const {
+    if constexpr (COLUMNS >= 4 && TILE_ROWS == 4) {
+      sum_four<COLUMNS / 2, COLUMNS / 4>(values, finish);
+    } else {
+#pragma unroll
+      for (int a = 0; a < TILE_ROWS; a++) values[a] = finish(along_row(values[a], Add()));
+    }
+  }
+
+  // Replaces the values of a thread's columns by finish(their sums along the column).
+  template <class T, class Finish>
+  __device__ void sum_columns(T (&values)[TILE_COLUMNS], Finish finish) {
+    if constexpr (kWarps == 0 && ROWS == 4 && TILE_COLUMNS == 4) {
+      sum_four<2 * COLUMNS, COLUMNS>(values, finish);
+    } else {
+      along_columns(values, Add(), finish);
     }
   }
 
@@ -186,6 +218,14 @@ class Team {
   // Whether `value` is true in any column. `value` must be the same in all threads of a column: only the team's threads
   // in this warp vote, and they include threads of every column.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
+
+  // Whether |x| is above `bound` in any column; x as `value` above.
+  __device__ bool any_above(const float (&x)[TILE_COLUMNS], float bound) const {
+    bool above = false;
+#pragma unroll
+    for (int b = 0; b < TILE_COLUMNS; b++) above |= fabsf(x[b]) > bound;
+    return any(above);
+  }
 
   __device__ double largest(double value) {
     double most[1] = {along_row(value, Max())};
@@ -236,8 +276,8 @@ class Team {
   }
 
   // Broken if a score is NaN or +inf; else scaled if tau is constant and every row of S / tau has a range below
-  // `limit`; else logarithmic.
-  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
+  // `limit`; else logarithmic. `range` receives the largest range.
+  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit, double& range) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
     for (int a = 0; a < TILE_ROWS; a++) {
@@ -250,79 +290,81 @@ class Team {
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
       // A row with a score of -inf has an infinite range, also if all its scores are -inf.
-      const float range = negated_low == infinity() ? negated_low : high + negated_low;
-      if (row + a < n) maxima[0] = fmaxf(maxima[0], range);
+      const float span = negated_low == infinity() ? negated_low : high + negated_low;
+      if (row + a < n) maxima[0] = fmaxf(maxima[0], span);
     }
     maxima[1] = along_row(maxima[1], Max());
     along_columns(maxima, Max());
     if (maxima[1] > 0.0f) return Form::broken;
-    return cooling.constant() && maxima[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
+    range = maxima[0] / cooling(0);
+    return cooling.constant() && range < limit ? Form::scaled : Form::logarithmic;
   }
 
  private:
-  double* exchange_;  // (2, kWarps, kN)
-  int turn_ = 0, lane_;
+  // finish(the sum of each value) over the threads whose ranks differ in FIRST, SECOND and smaller bits of a row (SECOND
+  // < COLUMNS) or in FIRST and SECOND alone. Each thread adds up one of the four values, so there are 5 to 8 additions
+  // and shuffles of 3 values, where four sums over 16 threads take 16 of both.
+  template <int FIRST, int SECOND, class T, class Finish>
+  __device__ void sum_four(T (&values)[4], Finish finish) const {
+    const bool upper = rank_ & FIRST, odd = rank_ & SECOND;
+    T even = upper ? values[2] : values[0], other = upper ? values[3] : values[1];
+    even += __shfl_xor_sync(mask_, upper ? values[0] : values[2], FIRST);
+    other += __shfl_xor_sync(mask_, upper ? values[1] : values[3], FIRST);
+    T mine = (odd ? other : even) + __shfl_xor_sync(mask_, odd ? even : other, SECOND);
+    if constexpr (SECOND < COLUMNS) {
+#pragma unroll
+      for (int offset = SECOND / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(mask_, mine, offset);
+    }
+    mine = finish(mine);
+    const T second = __shfl_xor_sync(mask_, mine, SECOND);
+    even = odd ? second : mine, other = odd ? mine : second;
+    const T far_even = __shfl_xor_sync(mask_, even, FIRST), far_other = __shfl_xor_sync(mask_, other, FIRST);
+    values[0] = upper ? far_even : even, values[1] = upper ? far_other : other;
+    values[2] = upper ? even : far_even, values[3] = upper ? other : far_other;
+  }
+
+  double* exchange_;  // (2, kWarps + 1, kN)
+  int turn_ = 0, rank_, lane_;
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). Padding has k = 0 and, after an iteration, u = v = 0.
-template <class T, class Team>
-struct Scaled {
-  T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
+// Two vectors of each iteration, saved for backward: (iterations, 2, B, n), or (iterations, 2, n, B) for teams of few
+// threads, so that neighbouring threads have neighbouring elements. Scaled form: u (if Team::kEarly) and v. Logarithmic
+// form: column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
+template <class Team>
+class History {
+ public:
+  __device__ History(double* data, const Team& team, int64_t batch, int n)
+      : data_(data + team.matrix * (kFew ? 1 : n)), vector_(batch * n), element_(kFew ? batch : 1), team_(team), n_(n) {}
 
-  __device__ Scaled(Team& team, const typename Team::Tile& scores, double inv_tau) {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      float most = -infinity();
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) most = fmaxf(most, scores[a][b]);
-      const double anchor = finite(team.along_row(most, Max()));
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) exponential((scores[a][b] - anchor) * inv_tau, k[a][b]);
-    }
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = T(1);
-  }
-
-  // One iteration. Returns whether it changed v; always true without Team::kEarly.
-  __device__ bool iterate(Team& team) {
-    T before[Team::kTileColumns];
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) before[b] = v[b];
-    rows(team), columns(team);
-    if constexpr (!Team::kEarly) return true;
-    bool changed = false;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) changed |= v[b] != before[b];
-    return team.any(changed);
-  }
-
-  // u = 1 / (k v)
-  __device__ void rows(Team& team) {
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      T total = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += k[a][b] * v[b];
-      u[a] = inverse(team.along_row(total, Add()));
-    }
-  }
-
-  // v = 1 / (k^T u)
-  __device__ void columns(Team& team) {
+  __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
+    if (team_.row > 0) return;
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
-      v[b] = 0;
-#pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) v[b] += k[a][b] * u[a];
+      if (team_.column + b < n_) at(t, which, team_.column + b) = values[b];
     }
-    team.along_columns(v, Add());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) v[b] = inverse(v[b]);
   }
+  __device__ void put_rows(int64_t t, const double (&values)[Team::kTileRows]) const {
+    if (team_.column > 0) return;
+#pragma unroll
+    for (int a = 0; a < Team::kTileRows; a++) {
+      if (team_.row + a < n_) at(t, 0, team_.row + a) = values[a];
+    }
+  }
+  __device__ double get(int64_t t, int which, int b) const {
+    return team_.column + b < n_ ? at(t, which, team_.column + b) : 0.0;
+  }
+  __device__ double get_row(int64_t t, int a) const { return team_.row + a < n_ ? at(t, 0, team_.row + a) : 0.0; }
 
  private:
-  __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
+  static constexpr bool kFew = Team::kThreads <= 4;
+
+  __device__ double& at(int64_t t, int which, int i) const { return data_[(2 * t + which) * vector_ + i * element_]; }
+
+  double* data_;
+  int64_t vector_, element_;
+  const Team& team_;
+  int n_;
 };
 
 // P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is

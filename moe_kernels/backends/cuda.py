@@ -59,11 +59,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """Scratch for each matrix, (B, bytes).
-
-    First, in backward, are two vectors of n doubles for each iteration. A flag of 8 bytes follows: whether the matrix
-    needs the logarithmic form (csrc/cuda/sinkhorn.cu).
-    """
+    """Scratch, (B, bytes for each matrix): in backward two vectors of n doubles for each iteration, and a flag, whether
+    the matrix needs the logarithmic form. The flags of all matrices are behind all vectors (csrc/cuda/sinkhorn.cu)."""
     batch, n, _ = scores.shape
     return scores.new_empty((batch, 16 * n * iterations * backward + 8), dtype=torch.uint8)
 

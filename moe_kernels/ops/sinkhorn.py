@@ -18,7 +18,8 @@ for each matrix and iteration.
 
 If the range of S / tau in each row is small, kernels may scale exp((S - row maximum) / tau) by vectors, but not with
 prescribed sums, a tolerance or a falling temperature. Otherwise they keep f and g in float64, since near S / tau = 1e7
-float32 numbers are 1 apart.
+float32 numbers are 1 apart. Kernels that scale compute gradients in float64, and on a GPU the iterations that change
+little in float32: with errors of at most some 2^-44 of sum |P * dP| in tau dS (triton/_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations

@@ -42,6 +42,29 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
     assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 
 
+@pytest.mark.parametrize("shape", ["B=128 n=4 R=20", "B=4 n=16 R=50", "B=1 n=64 R=50", "B=1 n=256 R=20"])
+def test_few_instructions_of_an_element_and_iteration(backend, shape):
+    """Of forward and backward at tau = 1. Few of them are in float64, whose rate is low on many GPUs."""
+    if backend == "cuda" and "n=256" in shape:
+        pytest.skip("CUDA takes n up to 64")
+    results, sizes, _ = call("sinkhorn", backend, "fp32", shape + " tau=1.0", "training")
+    counts = [counters.count(each)["instructions"] for each in results]
+    work = sizes["B"] * sizes["n"] ** 2 * sizes["R"]
+    assert sum(sum(each.values()) for each in counts) <= 60 * work
+    assert sum(each.get("double", 0) for each in counts) <= {4: 18, 16: 10}.get(sizes["n"], 6) * work
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_history_of_small_matrices_fills_its_sectors(n):
+    target = next(each for each in TARGETS if each.backend == "cuda")
+    if reason := reason_to_skip(target, "sinkhorn"):
+        pytest.skip(reason)
+    with running(target):
+        results = call("sinkhorn", "cuda", "fp32", f"B=256 n={n} R=20 tau=1.0", "training")[0]
+    found = [counters.count(each) for each in results]
+    assert sum(each["sectors"] for each in found) < 1.25 * sum(each["ideal_sectors"] for each in found)
+
+
 def test_a_solve_that_changes_nothing_ends(backend):
     some, many = (executed(backend, f"B=2 n=16 R={iterations} tau=1.0")[0] for iterations in (40, 400))
     for kernel, count in many.items():

@@ -11,7 +11,7 @@ import torch
 
 import moe_kernels as mk
 from tests.helpers.inputs import each_alone, far_apart, framed, padded, shifted
-from tests.helpers.sinkhorn import taken
+from tests.helpers.sinkhorn import oracle, taken
 from tests.helpers.sinkhorn_sums import assert_same, both
 from tests.helpers.targets import Target
 
@@ -223,3 +223,39 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
             results.append((p.detach(), *torch.autograd.grad(p, leaves, grad.to(dtype))))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_gradients_of_any_size(target, size):
+    """Near convergence the GPU's kernels compute in float32, relative to the size of the gradient."""
+    for n, iterations in ((4, 5), (12, 40), (taken(target, 70), 12)):
+        scores, grad = torch.randn(2, 2, n, n)
+        leaf, double = scores.to(target.device).requires_grad_(), scores.double().requires_grad_()
+        p = mk.sinkhorn(leaf, iterations, backend=target.backend)
+        (got,) = torch.autograd.grad(p, leaf, (grad * size).to(target.device))
+        (expected,) = torch.autograd.grad(oracle(double, iterations, 1.0), double, (grad * size).double())
+        torch.testing.assert_close(got.cpu().double() / size, expected / size, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("coupling", [-6.0, -12.0])
+def test_gradient_of_blocks_that_converge_slowly(target, coupling):
+    """Blocks converge at once, their sums to each other slowly: small changes go on for many iterations."""
+    for n, iterations in ((12, 60), (taken(target, 70), 20)):
+        first = torch.arange(n) < n // 2
+        scores = torch.randn(2, n, n) + coupling * (first[:, None] != first[None, :])
+        grad = torch.randn(2, n, n)
+        leaf, double = scores.to(target.device).requires_grad_(), scores.double().requires_grad_()
+        p = mk.sinkhorn(leaf, iterations, backend=target.backend)
+        (got,) = torch.autograd.grad(p, leaf, grad.to(target.device))
+        (expected,) = torch.autograd.grad(oracle(double, iterations, 1.0), double, grad.double())
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_a_number_spreads_over_its_matrix(target):
+    for n in (4, 12, taken(target, 70)):
+        grad = torch.randn(2, n, n)
+        grad[0, 1, 2] = math.nan
+        scores = torch.randn(2, n, n)
+        found = both(target, {"scores": scores}, grad, 12)
+        assert torch.equal(found[0][1].isnan(), found[1][1].isnan())
+        assert found[0][1].isnan().flatten(1).any(1).tolist() == [True, False]

@@ -1,18 +1,23 @@
 """Sinkhorn's iteration on k = exp((scores - row maximum) / tau), computed once and scaled: P = diag(u) k diag(v).
 
 For matrices whose rows have so small a range that k, u and v are normal floating-point numbers. The kernels write a
-flag for each matrix: 1 if the matrix needs logarithms, else 0. The kernels of _sinkhorn_resident.py run next and
-compute the matrices with flag 1.
+flag for each matrix: 1 if the matrix needs logarithms, else 0. The kernels in logarithms run next and compute the
+matrices with flag 1. Here are those for 8 < n <= 64, which keep a matrix in registers; for other n see
+_sinkhorn_scaled_few.py and _sinkhorn_scaled_streamed.py.
 
-From n = 9 on both kernels can stop early. The result of a matrix does not depend on the others of its program.
-* Forward stops when an iteration leaves v of all the program's matrices unchanged: later iterations would too.
-* Backward sets dg of a matrix to 0 when the remaining t iterations can add almost nothing, and stops when dg of all the
-  program's matrices is 0. A and B of ops/sinkhorn.py are the matrix after an iteration's row step and after its column
-  step. Rows of A and columns of B sum to one, so sum |dg| does not grow. Their entries are at most 1, so t iterations
-  add at most 2 t sum |dg| to an entry of tau dS. The condition t sum |dg| <= 2^-45 sum |P * dP| keeps this below
-  6e-14 sum |P * dP|.
+Forward is in float32. It stops when an iteration leaves v unchanged: later iterations would too.
 
-Backward is in float64: near convergence the terms of an entry of the gradient can cancel.
+Backward is in float64, since the terms of a gradient can cancel, and continues in float32 where that suffices, since
+float64 is slow on many GPUs. It needs rows of a range below FLOAT_RANGE to do so. A and B of ops/sinkhorn.py are the
+matrix after an iteration's row step and after its column step. Rows of A and columns of B sum to one.
+* u and v: an iteration that changes v by the factors 1 + c_j is followed by one that changes u by 1 / (1 + a_i),
+  a = A c, and v by 1 / (1 + b_j), b = -B' a. Float32 computes them with errors of some 2^-24 |c|, and 1 - a is
+  1 / (1 + a) up to a^2. With |c_j| (t + 16) <= 2^-21 and t iterations left, row sums of A and column sums of B are then
+  1 up to some 2^-45. If no |c_j| is above 2^-53, later iterations have the same u and v.
+* Gradients: sum |dg| does not grow, and entries of A and B are at most 1, so t iterations add at most 2 t sum |dg| to
+  an entry of tau dS. Errors of 2^-24 in each of them add up to at most t (t + 4) / 4 sum |dg| 2^-22. Where
+  t (t + 4) / 4 sum |dg| <= 2^-22 sum |P * dP| they are at most 2^-44 sum |P * dP|. Where
+  t sum |dg| <= 2^-45 sum |P * dP|, the iterations are left out, which is as much.
 """
 
 from __future__ import annotations
@@ -20,55 +25,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
+from moe_kernels.backends.triton._sinkhorn_tiles import (
+    begin,
+    columns_of,
+    fill_with_nan,
+    full_vector,
+    inverse_of,
+    largest_column,
+    log_k,
+    of_iteration,
+    read_tile,
+    rows_of,
+    sum_columns,
+    sum_rows,
+    v_before,
+    write_tile,
+)
 
-# A matrix is scaled if each row of scores / tau has a range below FLOAT_RANGE (forward) or DOUBLE_RANGE (backward):
-# k, u and v are then normal numbers of float32 or float64.
+# A matrix is scaled if each row of scores / tau has a range below FLOAT_RANGE (forward, and backward for n > 64) or
+# DOUBLE_RANGE (backward): k, u and v are then normal numbers of float32 or float64.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-EARLY = tl.constexpr(16)  # smallest N, n rounded up to a power of 2, with which kernels can stop early
-NEGLIGIBLE = tl.constexpr(2.0**-45)
-
-
-@triton.jit
-def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M): for each matrix, the largest range (maximum - minimum) of its rows."""
-    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    i = tl.arange(0, N)
-    low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
-    real = (matrix < B)[:, None] & (i < n)[None, :]
-    # A row with -inf has an infinite range. A row of -inf alone would give NaN, which the maximum would ignore.
-    span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
-    return tl.max(tl.where(real, span, 0.0), axis=1)
-
-
-@triton.jit
-def _begin(
-    scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
-):
-    """(which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau). Writes the flags."""
-    scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
-    broken = _broken(scores)
-    scores = tl.where(broken[:, None, None], 0.0, scores)
-    inv_tau = 1.0 / tl.load(taus_ptr)
-    ptrs, real = _scalars(slow_ptr, B, M)
-    scaled = (_spans(scores, B, n, M, N) * inv_tau < limit) & real
-    tl.store(ptrs, (scaled | broken).to(tl.int32) ^ 1, mask=real)
-    largest = tl.max(scores, axis=2)
-    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
-    # A matrix that is not scaled gets k = 0, so that it stops changing within two iterations.
-    x = tl.where(scaled[:, None, None], (scores - largest[:, :, None]) * inv_tau, -float("inf"))
-    return scaled, broken, x, inv_tau
-
-
-@triton.jit
-def _inverse_of(total):
-    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-
-
-@triton.jit
-def _differ(x, y):
-    return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
+SMALL_CHANGE, LAST_BIT = tl.constexpr(2.0**-21), tl.constexpr(2.0**-53)
+SMALL_SHARE, NEGLIGIBLE = tl.constexpr(2.0**-22), tl.constexpr(2.0**-45)
 
 
 @triton.jit(do_not_specialize=["iterations"])
@@ -77,26 +56,79 @@ def scaled_fwd(
     taus_ptr,  # (iterations), all equal
     p_ptr,  # (B, n, n) contiguous
     slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its p is not written), else 0
-    stride_scores_B, stride_scores_I, B, n, iterations,
-    M: tl.constexpr, N: tl.constexpr,
+    stride_scores_B, stride_scores_I, n, iterations,
+    N: tl.constexpr,
 ):  # fmt: skip
-    scaled, broken, x, _ = _begin(
-        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, FLOAT_RANGE, M, N
+    _span, scaled, broken = begin(
+        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, N, N
     )
-    k = tl.exp(x.to(tl.float32))
-    u = tl.zeros((M, N), dtype=tl.float32)
-    v = tl.full((M, N), 1.0, dtype=tl.float32)
-    steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
+    if broken:
+        fill_with_nan(p_ptr, n, N, N)
+    if scaled:
+        inv_tau = 1.0 / tl.load(taus_ptr)
+        k = tl.exp(log_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N).to(tl.float32))
+        u = tl.zeros((N,), dtype=tl.float32)
+        v = full_vector(1.0, tl.float32, N)
+        t = 0
+        while t < iterations:
+            u = inverse_of(sum_rows(k * v[:, None, :]))
+            before = v
+            v = inverse_of(tl.sum(k * u[None, :, None], axis=1))
+            t = tl.where(largest_column((v != before).to(tl.int32)) > 0, t + 1, iterations)
+        write_tile(p_ptr, k * u[None, :, None] * v[:, None, :], 0, n, N, N)
+
+
+@triton.jit
+def _store_vectors(history_ptr, t, u, v, B, n, N: tl.constexpr):
+    ptrs, inside = rows_of(of_iteration(history_ptr, t, 0, B, n), 0, n, N)
+    tl.store(ptrs, u, mask=inside)
+    ptrs, inside = columns_of(of_iteration(history_ptr, t, 1, B, n), n, N)
+    tl.store(ptrs, v, mask=inside)
+
+
+@triton.jit
+def _load_u(history_ptr, t, B, n, N: tl.constexpr):
+    ptrs, inside = rows_of(of_iteration(history_ptr, t, 0, B, n), 0, n, N)
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def small_change(left):
+    """The largest relative change of v after which `left` iterations in float32 suffice."""
+    return SMALL_CHANGE / (left + 16)
+
+
+@triton.jit
+def share(dg, t):
+    """A bound on what t iterations add to an entry of tau dS, and on their errors in float32 times 2^22."""
+    return sum_columns(tl.abs(dg)) * t * (0.25 * t + 1.0)
+
+
+@triton.jit
+def _solve(history_ptr, k, tame, B, n, iterations, N: tl.constexpr):
+    """Writes u and v of all iterations that change them. Returns the last of these, and its u and v."""
+    u = tl.zeros((N,), dtype=tl.float64)
+    v = full_vector(1.0, tl.float64, N)
+    change = full_vector(1.0, tl.float32, N)
     t = 0
-    while t < steps:
-        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
-        before = v
-        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+    while (t < iterations) & (largest_column(tl.abs(change)) > tl.where(tame, small_change(iterations - t), LAST_BIT)):
+        u = inverse_of(sum_rows(k * v[:, None, :]))
+        total = tl.sum(k * u[None, :, None], axis=1)
+        change = tl.where(total > 0, 1.0 - v * total, 0.0).to(tl.float32)
+        v = inverse_of(total)
+        _store_vectors(history_ptr, t, u, v, B, n, N)
         t += 1
-        if N >= EARLY:
-            t = tl.where(_differ(v, before) > 0, t, steps)
-    p = tl.where(broken[:, None, None], float("nan"), k * u[:, :, None] * v[:, None, :])
-    _store(p_ptr, p, scaled | broken, B, n, M, N)
+    short_k = k.to(tl.float32)
+    short_u = u.to(tl.float32)
+    short_v = v.to(tl.float32)
+    while (t < iterations) & (largest_column(tl.abs(change)) > LAST_BIT):
+        row_change = -short_u * sum_rows(short_k * (short_v * change)[:, None, :])
+        u = tl.fma(u, row_change.to(tl.float64), u)
+        change = -short_v * tl.sum(short_k * (short_u * row_change)[None, :, None], axis=1)
+        v = tl.fma(v, change.to(tl.float64), v)
+        _store_vectors(history_ptr, t, u, v, B, n, N)
+        t += 1
+    return t - 1, u, v
 
 
 @triton.jit(do_not_specialize=["iterations"])
@@ -109,51 +141,55 @@ def scaled_bwd(
     history_ptr,  # (iterations, 2, B, n), receives u and v
     slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its dscores is not written), else 0
     stride_scores_B, stride_scores_I, B, n, iterations,
-    M: tl.constexpr, N: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
-    scaled, broken, x, inv_tau = _begin(
-        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, DOUBLE_RANGE, M, N
+    span, scaled, broken = begin(
+        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, DOUBLE_RANGE, N, N
     )
-    k = tl.exp(x)
-    u = tl.zeros((M, N), dtype=tl.float64)
-    v = tl.full((M, N), 1.0, dtype=tl.float64)
-    steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
-    last = steps - 1  # the last iteration that is computed; later iterations would have the same u and v
-    t = 0
-    while t <= last:
-        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
-        before = v
-        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
-        ptrs, inside = _vectors(history_ptr, 2 * t, B, n, M, N)
-        tl.store(ptrs, u, mask=inside)
-        ptrs, inside = _vectors(history_ptr, 2 * t + 1, B, n, M, N)
-        tl.store(ptrs, v, mask=inside)
-        if N >= EARLY:
-            last = tl.where(_differ(v, before) > 0, last, t)
-        t += 1
-    tl.debug_barrier()  # threads read u and v that other threads have stored
-    # dscores = k * h / tau. k * h starts as w = P * dP.
-    grad = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
-    h = u[:, :, None] * v[:, None, :] * tl.where(scaled[:, None, None], grad, 0.0)
-    df = -tl.sum(k * h, axis=2)
-    dg = -tl.sum(k * h, axis=1)
-    negligible = tl.sum(tl.sum(tl.abs(k * h), axis=2), axis=1) * NEGLIGIBLE
-    t = steps - 1
-    while t >= 0:
-        ptrs, inside = _vectors(history_ptr, 2 * tl.minimum(t, last), B, n, M, N)
-        u = tl.load(ptrs, mask=inside, other=0.0)
-        y = dg * v
-        ptrs, inside = _vectors(history_ptr, 2 * tl.maximum(tl.minimum(t - 1, last), 0) + 1, B, n, M, N)
-        later = inside & (t + tl.zeros((M, N), dtype=tl.int32) > 0)  # before the first iteration v is 1
-        v = tl.load(ptrs, mask=later, other=1.0)
-        dx = u * (df - u * tl.sum(k * y[:, None, :], axis=2))
-        h = tl.fma(u[:, :, None], y[:, None, :], tl.fma(dx[:, :, None], v[:, None, :], h))
-        dg = -tl.sum(k * dx[:, :, None], axis=1) * v
-        df = tl.zeros((M, N), dtype=tl.float64)
-        if N >= EARLY:
-            over = tl.sum(tl.abs(dg), axis=1) * t <= negligible
-            dg = tl.where(over[:, None], 0.0, dg)
-            t = tl.where(tl.min(over.to(tl.int32), axis=0) > 0, 0, t)
-        t -= 1
-    ds = tl.where(broken[:, None, None], float("nan"), k * h * inv_tau)
-    _store(dscores_ptr, ds, scaled | broken, B, n, M, N)
+    if broken:
+        fill_with_nan(dscores_ptr, n, N, N)
+    if scaled:
+        inv_tau = 1.0 / tl.load(taus_ptr)
+        k = tl.exp(log_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N))
+        tame = span < FLOAT_RANGE
+        last, u, v = _solve(history_ptr, k, tame, B, n, iterations, N)
+        tl.debug_barrier()  # threads read u and v that other threads have stored
+        # dscores = k * h / tau. k * h starts as w = P * dP. An iteration computed u from v before it, here called w,
+        # and then v from u. Its backward pass: y = dg * v, dx = u * (df - u * (k y)), h += u y' + dx w', df = 0,
+        # dg = -w * (k' dx).
+        grad = read_tile(grad_ptr, stride_grad_B, stride_grad_I, 0, n, N, N, 0.0)
+        h = u[None, :, None] * v[:, None, :] * grad.to(tl.float64)
+        weight = k * h
+        df = -sum_rows(weight)
+        dg = -tl.sum(weight, axis=1)
+        whole = sum_columns(tl.sum(tl.abs(weight), axis=1))
+        enough = tl.where(tame, SMALL_SHARE, NEGLIGIBLE) * whole
+        left = whole
+        t = iterations - 1
+        # df is 0 after the last iteration. NaN is not at most `enough`.
+        while (t >= 0) & (((left <= enough) == 0) | (t == iterations - 1)):
+            u = _load_u(history_ptr, tl.minimum(t, last), B, n, N)
+            y = dg * v
+            v = v_before(history_ptr, t, last, B, n, N)
+            dx = u * (df - u * sum_rows(k * y[:, None, :]))
+            h = tl.fma(u[None, :, None], y[:, None, :], tl.fma(dx[None, :, None], v[:, None, :], h))
+            dg = -v * tl.sum(k * dx[None, :, None], axis=1)
+            df = tl.zeros((N,), dtype=tl.float64)
+            left = tl.where(tame, share(dg, t), sum_columns(tl.abs(dg)) * t)
+            t -= 1
+        if tame & (t >= 0):
+            short_k = k.to(tl.float32)
+            short_h = tl.zeros(short_k.shape, dtype=tl.float32)  # divided by `whole`
+            short_dg = tl.where(whole > 0, dg / whole, 0.0).to(tl.float32)
+            short_v = v.to(tl.float32)
+            while (t >= 0) & (sum_columns(tl.abs(short_dg)) * (t + 1) > NEGLIGIBLE):
+                short_u = _load_u(history_ptr, tl.minimum(t, last), B, n, N).to(tl.float32)
+                short_y = short_dg * short_v
+                short_v = v_before(history_ptr, t, last, B, n, N).to(tl.float32)
+                short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
+                short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
+                short_h = tl.fma(short_u[None, :, None], short_y[:, None, :], short_h)
+                short_dg = -short_v * tl.sum(short_k * short_dx[None, :, None], axis=1)
+                t -= 1
+            h = tl.fma(short_h.to(tl.float64), whole, h)
+        write_tile(dscores_ptr, k * h * inv_tau, 0, n, N, N)

@@ -1,5 +1,5 @@
 """Sinkhorn's iteration in logarithms for n > 64, or n > 32 in streamed_bwd with SUMS. A program has one matrix and
-reads it in every iteration, ROWS rows at a time. f, g and SUMS: see _sinkhorn_resident.py."""
+reads it in every iteration, ROWS rows at a time. f, g, SUMS and flags: see _sinkhorn_resident.py."""
 
 from __future__ import annotations
 
@@ -112,12 +112,15 @@ def streamed_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B), receives each matrix's number of iterations; not written unless SUMS and HISTORY
+    counts_ptr,  # (B) int32: without SUMS 1 for a matrix to compute; with SUMS and HISTORY receives iteration counts
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0 for none
     potentials_ptr,  # (B, 2, n): f of the last two iterations; not used unless SUMS
     ROWS: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
+    if not SUMS:
+        if tl.load(counts_ptr + tl.program_id(0)) == 0:
+            return
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
     before = tl.zeros((N,), dtype=tl.float64)
     g = tl.zeros((N,), dtype=tl.float64)
@@ -227,11 +230,14 @@ def streamed_bwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): each matrix's number of iterations; not read unless SUMS
+    counts_ptr,  # (B) int32: with SUMS each matrix's number of iterations, else 1 for a matrix to compute
     stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n) scratch memory: dscores * last_tau so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
+    if not SUMS:
+        if tl.load(counts_ptr + tl.program_id(0)) == 0:
+            return
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
     last = iterations - 1
     last_tau = tl.load(taus_ptr + last)
