@@ -17,7 +17,7 @@ enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +
 struct Add {
   template <class T>
   __device__ T operator()(T a, T b) const {
-    return a + b;
+    return unfused_sum(a, b);
   }
 };
 
@@ -308,12 +308,14 @@ class Team {
   __device__ void sum_four(T (&values)[4], Finish finish) const {
     const bool upper = rank_ & FIRST, odd = rank_ & SECOND;
     T even = upper ? values[2] : values[0], other = upper ? values[3] : values[1];
-    even += __shfl_xor_sync(mask_, upper ? values[0] : values[2], FIRST);
-    other += __shfl_xor_sync(mask_, upper ? values[1] : values[3], FIRST);
-    T mine = (odd ? other : even) + __shfl_xor_sync(mask_, odd ? even : other, SECOND);
+    even = unfused_sum(even, __shfl_xor_sync(mask_, upper ? values[0] : values[2], FIRST));
+    other = unfused_sum(other, __shfl_xor_sync(mask_, upper ? values[1] : values[3], FIRST));
+    T mine = unfused_sum(odd ? other : even, __shfl_xor_sync(mask_, odd ? even : other, SECOND));
     if constexpr (SECOND < COLUMNS) {
 #pragma unroll
-      for (int offset = SECOND / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(mask_, mine, offset);
+      for (int offset = SECOND / 2; offset > 0; offset /= 2) {
+        mine = unfused_sum(mine, __shfl_xor_sync(mask_, mine, offset));
+      }
     }
     mine = finish(mine);
     const T second = __shfl_xor_sync(mask_, mine, SECOND);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -213,3 +214,22 @@ def test_launchers_refuse(name: str, pointers: list[int], refused: list[tuple[in
     for first, *sizes in refused:
         with pytest.raises(RuntimeError, match=f"{name}: CUDA error 1"):
             getattr(cuda_launch.module(), name)(first, *pointers, *sizes, 0)
+
+
+def test_no_compiler_may_fuse_a_product_into_a_sum_of_shuffled_values():
+    """ptxas may fuse add.f32 with a product that is one of its terms, add.rn.f32 not. Sums over lanes must have the same
+    bits whichever ptxas or driver compiles them."""
+    fusable = []
+    for path in cuda_launch.compiled().modules.values():
+        shuffled: set[str] = set()
+        for line in path.read_text().splitlines():
+            words = line.split(maxsplit=1)
+            opcode, registers = words[0] if words else "", re.findall(r"%\w+", words[-1] if words else "")
+            known = shuffled.intersection(registers[1:])
+            if ".entry" in line:
+                shuffled, kernel = set(), line
+            elif opcode.startswith("shfl") or (opcode.startswith("mov") and known):
+                shuffled.add(registers[0])
+            elif re.fullmatch(r"(add|sub)(\.ftz)?\.f(32|64)", opcode) and len(known) == 1:
+                fusable.append(f"{kernel}: {line.strip()}")
+    assert not fusable

@@ -7,6 +7,7 @@
 #include "moe/common/dtypes.h"
 #include "moe/cuda/gemm.cuh"
 #include "moe/cuda/launch.cuh"
+#include "moe/cuda/warp.cuh"
 
 namespace moe {
 
@@ -141,7 +142,7 @@ __device__ void write_row_sum(float value, int row, const TileRows& rows, int co
   constexpr int kLanes = Tile::kN / kPiece;
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+    value = unfused_sum(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   if (threadIdx.x % kLanes == 0 && row < rows.count) partial[column_tile * num_rows + rows.first + row] = value;
 }

@@ -10,13 +10,16 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
 
+// a + b, which no compiler may fuse with a product before it: sums over lanes then have the same bits under all of them.
+__device__ __forceinline__ float unfused_sum(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double unfused_sum(double a, double b) { return __dadd_rn(a, b); }
+
 // The sum over each group of `lanes` neighbouring lanes (a power of two). The order of additions is fixed: all lanes of
-// a group get the same bits, in every run. __fadd_rn: a product before the sum must not be fused into its first addition,
-// which not all compilers would do.
+// a group get the same bits, in every run.
 __device__ __forceinline__ float warp_sum(float value, int lanes = kWarpSize) {
 #pragma unroll
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+    value = unfused_sum(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   return value;
 }
