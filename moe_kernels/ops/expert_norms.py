@@ -89,7 +89,8 @@ def _rows(shares: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, winners: int |
         for experts, offsets, token in _groups(x, w_in, w_out, backend):
             slot_row = None
             if token is not None:
-                slot_row = torch.arange(token.shape[0], device=x.device, dtype=torch.int32).view(-1, num_tokens).t()
+                rows = torch.arange(token.shape[0], device=x.device, dtype=torch.int32)
+                slot_row = rows.view(experts.stop - experts.start, num_tokens).t()
             yield _Rows(experts, offsets, token, shares.t()[experts].flatten().contiguous(), slot_row)
 
 

@@ -22,12 +22,15 @@ def _wgmma(d: Decoder, parts: list[str], args: list[str]) -> None:
     if not shape or parts[1:4] != ["mma_async", "sync", "aligned"] or parts[5] != "f32" or parts[6] != parts[7]:
         raise d.unsupported()
     registers, a, b, accumulate, *scales = args
-    if scales[:2] != ["1", "1"] or a.startswith("{"):
-        raise d.unsupported("negated operands, or A in registers")
+    if scales[:2] != ["1", "1"]:
+        raise d.unsupported("negated operands")
     operands = [d.operand(each, 4, True) for each in split(registers[1:-1])]
-    operands += [d.operand(a, 8), d.operand(b, 8), d.operand(accumulate, 0)]
-    by_columns, by_rows = map(int, scales[2:] or ("0", "0"))
-    d.emit(f"wgmma.m64{shape[2]}.{parts[6]}", operands, immediate=int(shape[1]), elements=by_columns + 2 * by_rows)
+    in_registers = a.startswith("{")
+    operands += [d.operand(each, 4) for each in split(a[1:-1])] if in_registers else [d.operand(a, 8)]
+    operands += [d.operand(b, 8), d.operand(accumulate, 0)]
+    by_columns, by_rows = map(int, [*["0"] * in_registers, *scales[2:], "0", "0"][:2])
+    elements = by_columns + 2 * by_rows + 4 * in_registers
+    d.emit(f"wgmma.m64{shape[2]}.{parts[6]}", operands, immediate=int(shape[1]), elements=elements)
 
 
 def bulk_copy(d: Decoder, parts: list[str], args: list[str]) -> None:

@@ -152,25 +152,48 @@ void finish(Launch& launch, Block& b, Warp& w, const Record& r, const Product& p
   }
 }
 
-// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether to add to the accumulators. immediate:
-// N; elements: bit 0 is 1 if A is not K-major, bit 1 if B is not; flag: 1 if a wgmma.fence is missing
-// (forms_sm90.unfenced).
+// A's rows of a warp from its four registers: a register of a lane has 4 bytes along K, of row l / 4, 8 rows below, and
+// of both rows 16 bytes further along K. That code may not change these registers before the wgmma.wait_group is not
+// checked.
+template <class Kind, class Put>
+void unpack(Launch& launch, Warp& w, const Record& r, u32 operand, Put&& put) {
+  typedef typename Kind::Word Word;
+  constexpr u32 each = 4 / sizeof(Word);
+  for (u32 q = 0; q < 4; q++) {
+    const u32* lanes = lanes_of<const u32>(launch, w, r, operand + q);
+    for (u32 l = 0; l < kLanes; l++) {
+      Word words[each];
+      std::memcpy(words, &lanes[l], 4);
+      for (u32 e = 0; e < each; e++) {
+        put(l / 4 + 8 * (q & 1), (l % 4 + 4 * (q >> 1)) * each + e, Kind::value(words[e]));
+      }
+    }
+  }
+}
+
+// Operands: the accumulators, A (64, K) and B (K, N), and whether to add to the accumulators. B is a descriptor, A one or
+// four registers. immediate: N; elements: bit 0 is 1 if A is not K-major, bit 1 if B is not, bit 2 if A is in registers;
+// flag: 1 if a wgmma.fence is missing (forms_sm90.unfenced).
 template <class Kind>
 Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
   constexpr u32 depth = 32 / sizeof(typename Kind::Word);
   const u32 columns = static_cast<u32>(r.immediate), count = columns / 2;
-  const u64* of_a = lanes_of<const u64>(launch, w, r, count);
-  const u64* of_b = lanes_of<const u64>(launch, w, r, count + 1);
-  const u32 scale = predicate(launch, w, r, count + 2);
-  for (u32 k = 0; k < 3; k++) check_defined(launch, b, w, r, count + k, kAll, "a descriptor or scale");
-  const bool fine =
-      uniform(launch, b, w, r, of_a, "the descriptor of A") && uniform(launch, b, w, r, of_b, "the descriptor of B");
-  launch.failed |= !fine || !agree(launch, b, w, r, {launch.index_of(r), scale & 1, of_a[0], of_b[0], w.id});
-  if (!launch.failed && (!Descriptor(of_a[0]).known || !Descriptor(of_b[0]).known || (scale && scale != kAll))) {
+  const bool in_registers = r.elements & 4;
+  const u32 next_operand = count + (in_registers ? 4 : 1);
+  const u64* of_a = in_registers ? nullptr : lanes_of<const u64>(launch, w, r, count);
+  const u64* of_b = lanes_of<const u64>(launch, w, r, next_operand);
+  const u32 scale = predicate(launch, w, r, next_operand + 1);
+  for (u32 k = count; k < next_operand + 2; k++) check_defined(launch, b, w, r, k, kAll, in_registers ? "an operand" : "a descriptor or scale");
+  const bool fine = (in_registers || uniform(launch, b, w, r, of_a, "the descriptor of A")) &&
+                    uniform(launch, b, w, r, of_b, "the descriptor of B");
+  const u64 a_at = in_registers ? 0 : of_a[0];
+  launch.failed |= !fine || !agree(launch, b, w, r, {launch.index_of(r), scale & 1, a_at, of_b[0], w.id});
+  const bool known = (in_registers || Descriptor(a_at).known) && Descriptor(of_b[0]).known;
+  if (!launch.failed && (!known || (scale && scale != kAll))) {
     launch.report(b, w, &r, 0, "a descriptor or scale that is not modelled: %llx, %llx, %08x",
-                  (unsigned long long)of_a[0], (unsigned long long)of_b[0], scale);
+                  (unsigned long long)a_at, (unsigned long long)of_b[0], scale);
     launch.failed = true;
   }
   if (launch.failed) return Next::leave;
@@ -182,8 +205,9 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   static thread_local f32 bt[depth][kMaxColumns];
   std::vector<bool> bad_rows(16), bad_columns(columns);
   const u32 first = w.id % 4 * 16;
-  if (!fetch<Kind>(launch, b, w, r, of_a[0], first, 16, !(r.elements & 1), bad_rows,
-                   [&](u32 row, u32 k, f32 x) { a[row][k] = x; }) ||
+  const auto put = [&](u32 row, u32 k, f32 x) { a[row][k] = x; };
+  if (in_registers) unpack<Kind>(launch, w, r, count, put);
+  if ((!in_registers && !fetch<Kind>(launch, b, w, r, a_at, first, 16, !(r.elements & 1), bad_rows, put)) ||
       !fetch<Kind>(launch, b, w, r, of_b[0], 0, columns, !(r.elements & 2), bad_columns,
                    [&](u32 n, u32 k, f32 x) { bt[k][n] = x; })) {
     return Next::leave;
