@@ -239,7 +239,8 @@ def test_gradients_of_any_size(target, size):
 
 @pytest.mark.parametrize("coupling", [-6.0, -12.0])
 def test_gradient_of_blocks_that_converge_slowly(target, coupling):
-    """Blocks converge at once, their sums to each other slowly: small changes go on for many iterations."""
+    """Blocks converge at once, their sums to each other slowly: small changes go on for many iterations. The float32
+    gradient is the float64 one rounded."""
     for n, iterations in ((12, 60), (taken(target, 70), 20)):
         first = torch.arange(n) < n // 2
         scores = torch.randn(2, n, n) + coupling * (first[:, None] != first[None, :])
@@ -248,7 +249,7 @@ def test_gradient_of_blocks_that_converge_slowly(target, coupling):
         p = mk.sinkhorn(leaf, iterations, backend=target.backend)
         (got,) = torch.autograd.grad(p, leaf, grad.to(target.device))
         (expected,) = torch.autograd.grad(oracle(double, iterations, 1.0), double, grad.double())
-        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-7, atol=1e-12)
 
 
 def test_a_gradient_that_is_not_a_number_spreads_over_its_matrix(target):

@@ -204,7 +204,9 @@ def scaled_streamed_bwd(
                 ptrs, inside = scratch_tile(short_k_ptr, first, n, ROWS, N)
                 short_k = tl.load(ptrs, mask=inside, other=0.0)
                 ptrs, inside = scratch_tile(short_h_ptr, first, n, ROWS, N)
-                short_h = tl.load(ptrs, mask=inside & (t < first_short), other=0.0)
+                short_h = tl.load(
+                    ptrs, mask=inside & (t - first_short + tl.zeros(inside.shape, dtype=tl.int32) < 0), other=0.0
+                )
                 u_ptrs, i_inside = rows_of(of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS)
                 short_u = tl.load(u_ptrs, mask=i_inside, other=0.0).to(tl.float32)
                 short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
@@ -221,5 +223,7 @@ def scaled_streamed_bwd(
             h_ptrs, _ = scratch_tile(h_ptr, first, n, ROWS, N)
             h = tl.load(h_ptrs, mask=inside, other=0.0)
             short_ptrs, _ = scratch_tile(short_h_ptr, first, n, ROWS, N)
-            short_h = tl.load(short_ptrs, mask=inside & (t < first_short), other=0.0)
+            short_h = tl.load(
+                short_ptrs, mask=inside & (t - first_short + tl.zeros(inside.shape, dtype=tl.int32) < 0), other=0.0
+            )
             write_tile(dscores_ptr, k * tl.fma(short_h.to(tl.float64), whole, h) * inv_tau, first, n, ROWS, N)
