@@ -337,7 +337,7 @@ template <class Team>
 class History {
  public:
   __device__ History(double* data, const Team& team, int64_t batch, int n)
-      : data_(data + team.matrix * (kFew ? 1 : n)), vector_(batch * n), element_(kFew ? batch : 1), team_(team), n_(n) {}
+      : data_(data + team.matrix * (kFew ? 1 : n)), stride_(kFew ? batch : batch * n), team_(team), n_(n) {}
 
   __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
     if (team_.row > 0) return;
@@ -361,10 +361,13 @@ class History {
  private:
   static constexpr bool kFew = Team::kThreads <= 4;
 
-  __device__ double& at(int64_t t, int which, int i) const { return data_[(2 * t + which) * vector_ + i * element_]; }
+  __device__ double& at(int64_t t, int which, int i) const {
+    const int64_t vector = 2 * t + which;
+    return data_[kFew ? (vector * n_ + i) * stride_ : vector * stride_ + i];
+  }
 
   double* data_;
-  int64_t vector_, element_;
+  int64_t stride_;  // of elements if kFew, else of vectors
   const Team& team_;
   int n_;
 };

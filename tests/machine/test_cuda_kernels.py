@@ -217,8 +217,8 @@ def test_launchers_refuse(name: str, pointers: list[int], refused: list[tuple[in
 
 
 def test_no_compiler_may_fuse_a_product_into_a_sum_of_shuffled_values():
-    """ptxas may fuse add.f32 with a product that is one of its terms, add.rn.f32 not. Sums over lanes must have the same
-    bits whichever ptxas or driver compiles them."""
+    """ptxas may fuse add.f32 with a product that is one of its terms, add.rn.f32 not. Sums over lanes must have the
+    same bits whichever ptxas or driver compiles them."""
     fusable = []
     for path in cuda_launch.compiled().modules.values():
         shuffled: set[str] = set()

@@ -221,22 +221,23 @@ template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
   const int turns = (num_k + Tile::kK - 1) / Tile::kK;
-  const auto stage = [&](int turn) { return stages + turn % kStages * Tile::kStage; };
-  const auto copy = [&](int turn) {
+  const auto stage = [&](int place) { return stages + place * Tile::kStage; };
+  const auto copy = [&](int turn, int place) {
     if (turn < turns) {
-      a.copy(stage(turn), turn * Tile::kK, num_k);
-      b.copy(stage(turn) + Tile::kM * Tile::kK, turn * Tile::kK, num_k);
+      a.copy(stage(place), turn * Tile::kK, num_k);
+      b.copy(stage(place) + Tile::kM * Tile::kK, turn * Tile::kK, num_k);
     }
     async_commit();
   };
   if (turns == 0) return;
-  for (int turn = 0; turn < kStages - 1; turn++) copy(turn);
+  for (int turn = 0; turn < kStages - 1; turn++) copy(turn, turn);
   async_wait<kStages - 2>();
   __syncthreads();
   const int m = warp_m<Tile>(), n = warp_n<Tile>();
   Fragments<T, Tile, A, B> fragments[2];
   fragments[0].load(stage(0), m, n, 0);
-  for (int turn = 0; turn < turns; turn++) {
+  for (int turn = 0, place = 0; turn < turns; turn++) {  // place: the stage of this turn
+    const int next = place + 1 == kStages ? 0 : place + 1;
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
       const bool last = step == kSteps - 1;
@@ -245,10 +246,11 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
         __syncthreads();
       }
       // The last step of the last turn loads fragments that are not used.
-      fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
-      if (step == 0) copy(turn + kStages - 1);
+      fragments[(step + 1) % 2].load(stage(last ? next : place), m, n, last ? 0 : 16 * (step + 1));
+      if (step == 0) copy(turn + kStages - 1, place == 0 ? kStages - 1 : place - 1);
       fragments[step % 2].multiply(sums);
     }
+    place = next;
   }
   async_wait<0>();
 }
