@@ -118,41 +118,42 @@ __device__ int64_t solve(Team& team, Scaled<double, Team>& s, const History<Team
   if constexpr (!Team::kEarly) {
     for (; t < iterations; t++) s.iterate(team), history.put(t, 1, s.v);
     return iterations - 1;
-  }
-  float change[Team::kTileColumns];
-  do {
-    double before[Team::kTileColumns];
+  } else {
+    float change[Team::kTileColumns];
+    do {
+      double before[Team::kTileColumns];
 #pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) before[b] = s.v[b];
-    const bool changed = s.iterate(team);
+      for (int b = 0; b < Team::kTileColumns; b++) before[b] = s.v[b];
+      const bool changed = s.iterate(team);
 #pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++)
-      change[b] = s.v[b] > 0 ? static_cast<float>(s.v[b] - before[b]) / static_cast<float>(s.v[b]) : 0.0f;
-    history.put_rows(t, s.u), history.put(t, 1, s.v);
-    t++;
-    if (!changed) return t - 1;
-  } while (t < iterations && !(tame && !team.any_above(change, kSmallChange / float(iterations - t + 16))));
-  const Scaled<float, Team> f(s);
-  for (; t < iterations && team.any_above(change, kLastBit); t++) {
-    float row_change[Team::kTileRows];
+      for (int b = 0; b < Team::kTileColumns; b++)
+        change[b] = s.v[b] > 0 ? static_cast<float>(s.v[b] - before[b]) / static_cast<float>(s.v[b]) : 0.0f;
+      history.put_rows(t, s.u), history.put(t, 1, s.v);
+      t++;
+      if (!changed) return t - 1;
+    } while (t < iterations && !(tame && !team.any_above(change, kSmallChange / float(iterations - t + 16))));
+    const Scaled<float, Team> f(s);
+    for (; t < iterations && team.any_above(change, kLastBit); t++) {
+      float row_change[Team::kTileRows];
 #pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) change[b] *= f.v[b];
-    f.times_columns(team, change, row_change);
+      for (int b = 0; b < Team::kTileColumns; b++) change[b] *= f.v[b];
+      f.times_columns(team, change, row_change);
 #pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      row_change[a] *= -f.u[a];
-      s.u[a] = fma(s.u[a], double(row_change[a]), s.u[a]);
-      row_change[a] *= f.u[a];
+      for (int a = 0; a < Team::kTileRows; a++) {
+        row_change[a] *= -f.u[a];
+        s.u[a] = fma(s.u[a], double(row_change[a]), s.u[a]);
+        row_change[a] *= f.u[a];
+      }
+      f.times_rows(team, row_change, change);
+#pragma unroll
+      for (int b = 0; b < Team::kTileColumns; b++) {
+        change[b] *= -f.v[b];
+        s.v[b] = fma(s.v[b], double(change[b]), s.v[b]);
+      }
+      history.put_rows(t, s.u), history.put(t, 1, s.v);
     }
-    f.times_rows(team, row_change, change);
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      change[b] *= -f.v[b];
-      s.v[b] = fma(s.v[b], double(change[b]), s.v[b]);
-    }
-    history.put_rows(t, s.u), history.put(t, 1, s.v);
+    return t - 1;
   }
-  return t - 1;
 }
 
 // The iterations t, t - 1, ... 0 of the backward pass in float: adds to h. dg: before them. whole: sum |P * dP|.

@@ -56,6 +56,7 @@ PREFERRED = (
     Preference(
         "tree_gate", None, "triton", "backward, E = 64: 8.4 instructions an element, CUDA 21.6; E = 48: 13.6, 42.7"
     ),
+    Preference("tree_route", None, "triton", "A100, E = 64, P = 768: 41 us, CUDA 65; float32 75 and 130"),
 )
 
 # The basename of an operation's file, if it is not the name of the operation.

@@ -90,6 +90,7 @@ def test_the_choice_follows_the_capability(gpu):
         ("expert_norms", (9, 0), "triton"),
         ("topk_gate", (8, 0), "triton"),
         ("tree_gate", (9, 0), "triton"),
+        ("tree_route", (8, 0), "triton"),
         ("kwta", (9, 0), "cuda"),
         ("make_plan", (8, 0), "cuda"),
         ("sinkhorn", (8, 0), "cuda"),
@@ -100,7 +101,7 @@ def test_where_both_backends_run_the_table_decides(monkeypatch, op, capability, 
     monkeypatch.setattr(backends, "unsupported", lambda name, *rest: "no CPU" if name == "cpu" else None)
     monkeypatch.setattr(backends, "_limits", lambda *given: ())
     backends.reconsider()
-    more = (on_gpu(1, 7, 16),) if op == "tree_gate" else ()
+    more = (on_gpu(1, 7, 16),) if op.startswith("tree_") else ()
     assert backends.choose(op, None, on_gpu(4, 16, dtype=torch.bfloat16), *more) == expected
     backends.reconsider()
 

@@ -18,7 +18,9 @@ from moe_kernels.verify import check
 PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 
 
-@pytest.mark.parametrize("ops", [PLANS, ("sinkhorn",), ("tree_gate",)], ids=["plan", "sinkhorn", "tree_gate"])
+@pytest.mark.parametrize(
+    "ops", [PLANS, ("sinkhorn",), ("tree_gate", "tree_route")], ids=["plan", "sinkhorn", "tree_gate"]
+)
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
         pytest.skip(reason)  # on a machine with a GPU, Triton takes no CPU tensors
