@@ -120,7 +120,7 @@ def _runs(backend: str, device: str, dtype: str) -> bool:
 
 
 def _gpus() -> list[predict.Gpu]:
-    """The GPU of this machine if its data are known, else all GPUs whose data are."""
+    """The GPU of this machine if its data are known, else those of the report."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return [gpu for gpu in predict.GPUS.values() if gpu.name in name] or [
         predict.GPUS[each] for each in predict.REPORTED
