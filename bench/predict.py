@@ -62,20 +62,22 @@ class Prediction:
     @property
     def us(self) -> float:
         """The sum of the launches, with torch's own products at their peak, and at least the floors."""
-        return max(self._sum, *self.floors.values())
+        return max(sum(self._shares.values()), *self.floors.values())
 
     @property
-    def _sum(self) -> float:
-        alone = self.count["torch_products"] and not any(each.us["tensor"] for each in self.launches)
-        return sum(each.least for each in self.launches) + (self.floors["tensor"] if alone else 0.0)
+    def _shares(self) -> dict[str, float]:
+        """The microseconds of the launches that each resource limits, and of torch's own products."""
+        shares = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
+        if self.count["torch_products"] and not any(each.us["tensor"] for each in self.launches):
+            for pipe in self.floors.keys() - {"DRAM"}:
+                shares[pipe] += self.floors[pipe]
+        return shares
 
     @property
     def bound(self) -> str:
         """The resource that limits the call for the largest share of its time."""
-        if self.us > self._sum:
-            return max(self.floors, key=lambda name: self.floors[name])
-        share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
-        return max(share, key=lambda name: share[name])
+        shares = self._shares if self.us <= sum(self._shares.values()) else self.floors
+        return max(shares, key=lambda name: shares[name])
 
     @property
     def instructions_per_element(self) -> float:

@@ -115,6 +115,16 @@ def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
     assert all("predicted" in name for name in predict.HEADER if " us" in name or name == "us")
 
 
+@pytest.mark.parametrize("pipe", ["tensor", "fp32"])
+def test_torchs_own_products_are_added_at_the_peak_of_their_pipe(pipe):
+    alone = replace(made(counted(launched(), torch_products=True)), floors={"DRAM": 3.0, "tensor": 0.0, pipe: 2.0})
+    assert (alone.us, alone.bound) == (pytest.approx(1.3 + 2.0), pipe)
+    assert replace(alone, floors=alone.floors | {"DRAM": 4.0}).bound == "DRAM"
+    fused = launched(tensor_flops=10**5)  # its 5 us are the product's
+    fused = replace(made(counted(fused, torch_products=True)), floors=alone.floors)
+    assert (fused.us, fused.bound) == (pytest.approx(5.0), "tensor")
+
+
 def test_rows_of_launches_and_their_sum_by_hand():
     """Two launches: DRAM takes 0.5 and 9.5 us, instructions 1.3 and 6.5 us, other resources nothing."""
     each = counted(launched(kernel="a"), launched(kernel="b", bytes_read=9300, warp_instructions=2000))
