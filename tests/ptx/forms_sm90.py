@@ -34,8 +34,10 @@ def _wgmma(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def bulk_copy(d: Decoder, parts: list[str], args: list[str]) -> None:
-    form = ["shared::cta", "global", "mbarrier::complete_tx::bytes"]
-    if parts[3] != "tensor" or parts[5:] != form or parts[4] not in ("1d", "2d", "3d", "4d", "5d"):
+    # Without clusters of blocks shared::cluster is the own block's memory.
+    form = [["shared::cta", "shared::cluster"], ["global"], ["mbarrier::complete_tx::bytes"]]
+    known = len(parts) == 8 and all(part in which for part, which in zip(parts[5:], form, strict=True))
+    if not known or parts[3] != "tensor" or parts[4] not in ("1d", "2d", "3d", "4d", "5d"):
         raise d.unsupported()
     to, offset, _ = d.address(args[0])
     tensor, corner = split(args[1].strip()[1:-1])
@@ -49,7 +51,7 @@ def bulk_copy(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _mbarrier(d: Decoder, parts: list[str], args: list[str]) -> None:
     name, kind = ".".join(parts[:-2]), parts[-2:]
-    if kind != ["shared::cta", "b64"]:
+    if kind not in (["shared::cta", "b64"], ["shared", "b64"]):  # the same: PTX's default is the own block's memory
         raise d.unsupported()
     at = 1 if name in ("mbarrier.try_wait.parity", "mbarrier.arrive.expect_tx") else 0
     where, offset, _ = d.address(args[at])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -88,8 +90,20 @@ class Launcher:
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
+        if _gpu.capability == 90 and lacks_fences():
+            text = _WAIT.sub(r"\g<0>\n\tfence.proxy.async;", text)
         return decoded(text) if session.edit is None else decoded(session.edit(text), keep=False)
 
+
+def lacks_fences() -> bool:
+    """Triton 3.6 puts no fence.proxy.async between copies to shared memory and the wgmma that read it; 3.7 does.
+
+    So that the executor checks the rest of what 3.6 compiles, fences are added.
+    """
+    return importlib.metadata.version("triton").startswith("3.6.")
+
+
+_WAIT = re.compile(r"cp\.async\.wait_group\s+\d+;")
 
 _FORMS = {"i1": "?", "fp32": "f", "fp64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H"}
 _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
@@ -98,7 +112,7 @@ _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 def _descriptor(tensor: Any, compiled: dict[str, Any]) -> list[bytes]:
     """The parameters of a TensorDescriptor: a tensor map with the box that the compiler chose, sizes, strides."""
     assert tensor.padding == "zero"
-    assert not compiled["is_im2col"]
+    assert not compiled.get("is_im2col")  # Triton 3.6 has no such key
     address, box = tensor.base.data_ptr(), compiled["block_size"]
     described = encode(address, compiled["elem_size"], tensor.shape, tensor.strides, box, compiled["swizzle"])
     sizes = [struct.pack("<i", size) for size in tensor.shape]
