@@ -83,7 +83,8 @@ class TokenChoice:
     def __call__(self, gate: GateOutput, training: bool, mask: Tensor | None = None) -> tuple[RoutingPlan, Tensor]:
         _check("TokenChoice", gate, mask)
         num_tokens, k = gate.experts.shape
-        ratio = self._ratios[training]
+        in_eval, in_training = self._ratios  # torch 2.11 compiles no index by a bool
+        ratio = in_training if training else in_eval
         group = self.group or max(num_tokens, 1)
         capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
         if ratio is not None and ratio[0] * k < ratio[1] * gate.num_experts:  # else each expert has room for all tokens
