@@ -73,6 +73,24 @@ class _Spread(torch.autograd.Function):
         return ordered_sum(grad, ctx.dim), None, None
 
 
+def softmax(x: Tensor) -> Tensor:
+    """x.softmax(-1). torch's backward in float32 rounds a row otherwise if it is the only one."""
+    return _Softmax.apply(x) if is_batch_invariant() else x.softmax(-1)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * (grad - ordered_sum(y * grad, -1).unsqueeze(-1))
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """torch.sigmoid. On a CPU its vectorised loop rounds otherwise than the loop over the last elements, so in the mode
     it is the first of a softmax of two, of which torch computes each row alike."""

@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn._invariance import spread, total
+from moe_kernels.nn._invariance import softmax, spread, total
 from moe_kernels.nn._mask import real_rows
 from moe_kernels.nn._parameters import RouterLinear, router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -90,7 +90,7 @@ class DSelectKGate(Gate):
         # Not prod(-1): its backward pass makes the host wait for a GPU, to learn whether a factor is 0.
         set_, clear = (spread(each, 2, self.num_experts) for each in (set_, clear))
         selectors = reduce(torch.mul, torch.where(self._bits(z.device), set_, clear).unbind(-1))
-        gates = total(spread(self.project(self.mix, x).softmax(-1), 2, self.num_experts) * selectors, 1)
+        gates = total(spread(softmax(self.project(self.mix, x)), 2, self.num_experts) * selectors, 1)
         losses = {}
         if self.training and self.entropy:
             losses["entropy"] = self.entropy * tree_entropy(selectors, mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn._invariance import refuse_random
+from moe_kernels.nn._invariance import refuse_random, softmax
 from moe_kernels.nn._parameters import router_dtype
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import importance_loss
@@ -59,7 +59,7 @@ class SoftmaxGate(Gate):
         losses = {}
         if self.training and self.importance:
             losses["importance"] = self.importance * importance_loss(logits.softmax(-1), mask=mask)
-        return GateOutput.of_gates(noisy.softmax(-1), losses, mask=mask)
+        return GateOutput.of_gates(softmax(noisy), losses, mask=mask)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         return self.project(self.linear, x)
