@@ -86,7 +86,14 @@ class _Thread(local):
     outputs: Outputs | None = None
 
 
+class _Process:
+    outputs: Outputs | None = None
+
+
 _thread = _Thread()
+# torch.compile of torch before 2.13 reads the default of a thread's attributes, so that compiled layers would collect
+# nothing. There they append to the list of the block that any thread has entered last.
+_compiled = _thread if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else _Process()
 
 
 @contextmanager
@@ -109,17 +116,17 @@ def collect_outputs() -> Iterator[Outputs]:
         >>> len(outputs), outputs.loss.shape
         (1, torch.Size([]))
     """
-    outer, outputs = _thread.outputs, Outputs()
-    _thread.outputs = outputs
+    outer, outputs = (_thread.outputs, _compiled.outputs), Outputs()
+    _thread.outputs = _compiled.outputs = outputs
     try:
         yield outputs
     finally:
-        _thread.outputs = outer
+        _thread.outputs, _compiled.outputs = outer
 
 
 def collect(output: Any) -> None:
     """Appends a layer's output to the list of this thread's innermost `collect_outputs`, if there is one."""
-    outputs = _thread.outputs
+    outputs = (_compiled if torch.compiler.is_compiling() else _thread).outputs
     if outputs is None or is_recomputing():
         return
     if output.losses and outputs.with_gradients and not torch.is_grad_enabled():

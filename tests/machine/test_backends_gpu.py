@@ -64,7 +64,8 @@ def _alone(state, unsupported):
 
 
 def on_gpu(*shape, dtype=torch.float32):
-    with FakeTensorMode():
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # else a torch with CUDA looks for a driver
         return torch.empty(shape, dtype=dtype, device="cuda")
 
 

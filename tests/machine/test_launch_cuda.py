@@ -62,6 +62,7 @@ def probe(tmp_path_factory):
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)
     options = ["-std=c++17", "-arch=sm_80", f"-I{ROOT}/csrc/include", "-shared", "-Xcompiler=-fPIC", "-cudart=none"]
+    options += ["-Xlinker", "-Bsymbolic"]  # not the CUDA runtime that torch may have loaded
     sources = [str(folder / name) for name in ("probe.cu", "runtime.cpp")]
     subprocess.run([nvcc, *options, *sources, "-o", str(folder / "probe.so")], check=True)
     library = ctypes.CDLL(str(folder / "probe.so"))

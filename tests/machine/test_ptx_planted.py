@@ -10,7 +10,7 @@ import torch
 
 import moe_kernels as mk
 from tests.helpers.planted_ptx import GPU, gemm, kwta, on
-from tests.ptx import cuda_launch, machine, plant, session, toolkit
+from tests.ptx import cuda_launch, machine, plant, session, toolkit, triton_launch
 from tests.ptx.build import run
 from tests.ptx.machine import PtxError
 
@@ -77,6 +77,8 @@ def only_in(kernel, edit):
 @pytest.mark.parametrize("name", ["kwta", "gemm"])
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_every_deleted_barrier(name, backend):
+    if backend == "triton" and triton_launch.is_old():
+        pytest.skip("Triton 3.6 adds barriers without need")
     with on(backend):
         expected, result = launched(name, backend)
         lines = plant.executed(result, r"bar\.(sync|red)|barrier")

@@ -90,15 +90,16 @@ class Launcher:
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
-        if _gpu.capability == 90 and lacks_fences():
+        if _gpu.capability == 90 and is_old():
             text = _WAIT.sub(r"\g<0>\n\tfence.proxy.async;", text)
         return decoded(text) if session.edit is None else decoded(session.edit(text), keep=False)
 
 
-def lacks_fences() -> bool:
-    """Triton 3.6 puts no fence.proxy.async between copies to shared memory and the wgmma that read it; 3.7 does.
+def is_old() -> bool:
+    """Whether this is Triton 3.6, which compiles some kernels to more instructions than later versions.
 
-    So that the executor checks the rest of what 3.6 compiles, fences are added.
+    It also puts no fence.proxy.async between copies to shared memory and the wgmma that read it. So that the executor
+    checks the rest, fences are added.
     """
     return importlib.metadata.version("triton").startswith("3.6.")
 

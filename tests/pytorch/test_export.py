@@ -18,6 +18,8 @@ MODES += [(name, True, True) for name in ("vmoe", "capacity", "groups", "expert 
 
 @pytest.mark.parametrize(("name", "training", "strict"), MODES)
 def test_an_exported_layer_is_the_layer(name, training, strict):
+    if strict and name == "groups" and torch.__version__ < "2.13":
+        pytest.skip("this torch ends with an AttributeError: 'UnspecializedNNModuleSource' has no attribute 'is_input'")
     torch.manual_seed(0)
     made = LAYERS[name]().train(training)
     # torch.export specialises for sizes 0 and 1. With expert choice an expert takes at least 2 tokens if T >= 4.
