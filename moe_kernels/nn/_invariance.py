@@ -88,7 +88,9 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        return y * (grad - ordered_sum(y * grad, -1).unsqueeze(-1))
+        wide = torch.promote_types(y.dtype, torch.float32)  # as in torch's, one rounding of 16-bit gradients
+        probs, grad = y.to(wide), grad.to(wide)
+        return (probs * (grad - ordered_sum(probs * grad, -1).unsqueeze(-1))).to(y.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ class _Process:
 
 
 _thread = _Thread()
-# torch.compile of torch before 2.13 reads the default of a thread's attributes, so that compiled layers would collect
-# nothing. There they append to the list of the block that any thread has entered last.
+# torch.compile of torch before 2.13 reads the defaults of a thread's attributes: compiled layers would collect nothing.
 _compiled = _thread if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else _Process()
 
 
@@ -102,7 +101,8 @@ def collect_outputs() -> Iterator[Outputs]:
 
     Yields a list of MoEOutput, `outputs` below, in the order of the calls. `outputs.loss` is the sum of their losses,
     to be added to the task's loss. Blocks may be nested: the innermost one collects. A forward that
-    torch.utils.checkpoint repeats in the backward pass is not collected again.
+    torch.utils.checkpoint repeats in the backward pass is not collected again. With torch before 2.13, layers in
+    torch.compile are collected by the block that any thread entered last.
 
     Raises:
         RuntimeError: a layer with losses runs with gradients disabled, such as under

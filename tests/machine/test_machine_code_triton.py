@@ -101,10 +101,10 @@ def measured(capability: int, known: list[str]) -> dict[str, dict]:
     return json.loads(done.stdout)
 
 
-def check(got: dict[str, dict], capability: int) -> dict[str, int]:
-    """Checks spills, shared memory and instructions. Returns the spilled bytes of the launches that spill."""
+def check(got: dict[str, dict], capability: int, spills: bool = True) -> dict[str, int]:
+    """Checks shared memory, instructions and, with `spills`, spills. Returns the bytes of the launches that spill."""
     spilled = {name: each["spilled"] for name, each in got.items() if each["spilled"]}
-    for name, size in spilled.items():
+    for name, size in spilled.items() if spills else ():
         allowed = [most for pattern, most in (SPILLED | KNOWN | EPILOGUE).items() if re.fullmatch(pattern, name)]
         assert size <= max(allowed, default=0), f"spilled bytes: {spilled}"
         outside = any(re.fullmatch(pattern, name) for pattern in EPILOGUE)
@@ -131,9 +131,10 @@ def test_every_launch(capability):
     changed = {name: each for name, each in got.items() if each["origin"] != rows.get(name, [None])[-1]}
     # A renamed launch has the origin of its old row, so it was not compiled and has no "loop".
     assert not [name for name, each in changed.items() if "loop" not in each], f"rows were renamed: {update}"
-    if table["triton"] != triton.__version__:
-        pytest.skip(f"the table and the spills are those of Triton {table['triton']}, this is {triton.__version__}")
-    spilled = check(changed, capability)
+    same = table["triton"] == triton.__version__
+    spilled = check(changed, capability, spills=same)
+    if not same:
+        pytest.skip(f"registers and spills are those of Triton {table['triton']}, this is {triton.__version__}")
     assert not [name for name in spilled if not any(re.fullmatch(pattern, name) for pattern in KNOWN | EPILOGUE)]
     assert sorted(got) == sorted(rows), f"launches differ from those of the table: {update}"
     over = {

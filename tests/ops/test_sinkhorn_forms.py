@@ -39,7 +39,7 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
     assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
-    if not (n == 4 and backend == "triton" and triton_launch.is_old()):
+    if not (n == 4 and backend == "triton" and triton_launch.release() == (3, 6)):
         assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 
 
@@ -52,7 +52,7 @@ def test_few_instructions_of_an_element_and_iteration(backend, shape):
     counts = [counters.count(each)["instructions"] for each in results]
     work = sizes["B"] * sizes["n"] ** 2 * sizes["R"]
     n, limits = sizes["n"], {4: (60, 18), 16: (60, 10), 64: (60, 6), 256: (60, 6)}
-    if backend == "triton" and triton_launch.is_old():  # small matrices have more threads (_sinkhorn_scaled_few.py)
+    if backend == "triton" and triton_launch.release() == (3, 6):  # small matrices: see _sinkhorn_scaled_few.py
         limits |= {4: (140, 32), 256: (60, 7)}
     assert sum(sum(each.values()) for each in counts) <= limits[n][0] * work
     assert sum(each.get("double", 0) for each in counts) <= limits[n][1] * work

@@ -90,20 +90,18 @@ class Launcher:
         return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
-        if _gpu.capability == 90 and is_old():
+        if _gpu.capability == 90 and release() < (3, 8):
             text = _WAIT.sub(r"\g<0>\n\tfence.proxy.async;", text)
         return decoded(text) if session.edit is None else decoded(session.edit(text), keep=False)
 
 
-def is_old() -> bool:
-    """Whether this is Triton 3.6, which compiles some kernels to more instructions than later versions.
-
-    It also puts no fence.proxy.async between copies to shared memory and the wgmma that read it. So that the executor
-    checks the rest, fences are added.
-    """
-    return importlib.metadata.version("triton").startswith("3.6.")
+def release() -> tuple[int, ...]:
+    """Triton's version, such as (3, 9)."""
+    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
 
 
+# Triton before 3.8 puts no fence.proxy.async between cp.async and the wgmma that read what it copies. So that the
+# executor checks the rest of what it compiles, Launcher adds them.
 _WAIT = re.compile(r"cp\.async\.wait_group\s+\d+;")
 
 _FORMS = {"i1": "?", "fp32": "f", "fp64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H"}
