@@ -81,6 +81,7 @@ def cases() -> list[Case]:
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 128, "K": 8, "E": 8}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
+    few_winners = {"T": 8, "D": 4096, "N": 14336, "p": 0.1}
     gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
     scored = {**rows, "D": 1, "scores": "sigmoid"}
     products: dict[str, Any] = {"fixed": "E", "capabilities": (80, 90)}
@@ -98,6 +99,7 @@ def cases() -> list[Case]:
         Case("kwta", known["kwta"], {"R": 8192, "N": 512, "p": 0.5}, {"R": 64}, ("R",), both),
         Case("kwta", known["kwta"], {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",), both),
         Case("kwta", known["kwta"], {"R": 8192, "N": 20000, "p": 0.1}, {"R": 4}, ("R",), both, forward),
+        Case("kwta_linear", known["kwta_linear"], few_winners, {"T": 1}, ("T",), both, forward),
         Case("topk_gate", known["topk_gate"], {**rows, "D": 1}, {"T": 256}, ("T",), both),
         Case("topk_gate", EXTRA["scored"], scored, {"T": 256}, ("T",), both),
         Case("make_plan", known["make_plan"], {**rows, "D": 1}, {"T": 2048}, ("T",), (FP32,), forward),

@@ -1,17 +1,20 @@
-"""Benchmarks of kWTA: widths of the papers and of language models, several fractions of winners."""
+"""Benchmarks of kWTA, with widths of the papers and of language models and several fractions of winners, and of the
+linear layer that computes winners alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import moe_kernels as mk
 from bench.entry import DIRECTIONS, Inputs, Shape, entry
 from moe_kernels.cases.kwta import KWTA
+from moe_kernels.cases.kwta_linear import KWTA_LINEAR
 from moe_kernels.ops._define import operators
-from python_ref.kwta import pack_bits
+from python_ref.kwta import pack_bits, unpack_bits
 
 
 def _complete(shape: Shape, device: str) -> Shape:
@@ -28,6 +31,14 @@ def _composition(inputs: Inputs) -> Tensor:
     x = inputs["x"]
     mask = torch.zeros_like(x).scatter_(-1, x.detach().topk(inputs["k"], dim=-1).indices, 1)
     return mask * x
+
+
+def _masked_after(inputs: Inputs) -> Tensor:
+    return torch.where(inputs["mask"], _dense(inputs), 0)
+
+
+def _dense(inputs: Inputs) -> Tensor:
+    return F.linear(inputs["x"], inputs["weight"], inputs["bias"])
 
 
 PEER = "torch topk+scatter+mul"
@@ -54,5 +65,17 @@ ENTRIES = {
         },
         peers={PEER: {**_THROUGH_AUTOGRAD.peers[PEER], "backward": lambda inputs: inputs["grad"] * inputs["mask"]}},
         directions=DIRECTIONS,
-    )
+    ),
+    "kwta_linear": entry(
+        KWTA_LINEAR,
+        {"torch linear, then the mask": _masked_after, "torch linear, all outputs": _dense},
+        more=lambda inputs: {"mask": unpack_bits(inputs["bits"], inputs["weight"].shape[0])},
+        shapes={
+            "quick": [{"T": 512, "D": 1024, "N": 1024, "p": 0.1}],
+            "llm": [{"T": 1, "D": 4096, "N": 14336, "p": 0.1}, {"T": 8, "D": 4096, "N": 14336, "p": 0.1}],
+            "aims": [{"T": 8, "D": 4096, "N": 14336, "p": 0.1}],
+            "scaling": [{"T": tokens, "D": 512, "N": 512, "p": 0.1} for tokens in (16, 64, 256, 1024, 2048)],
+            "papers": [{"T": 512, "D": 3000, "N": 3000, "p": p} for p in (0.1, 0.3, 0.5)],
+        },
+    ),
 }

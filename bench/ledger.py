@@ -57,8 +57,14 @@ def operations(root: Path = ROOT) -> list[str]:
     return sorted(path.stem for path in (root / "moe_kernels" / "ops").glob("[!_]*.py"))
 
 
+def _files(name: str, pattern: str, root: Path) -> list[Path]:
+    """The files of an operation by a pattern with its name; kwta_linear.cpp is not one of kwta's."""
+    others = tuple(each for each in operations(root) if each.startswith(f"{name}_"))
+    return [path for path in root.glob(pattern.format(op=name)) if not path.stem.startswith(others)]
+
+
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
+    return [path for name in {op, file_of(backend, op)} for path in _files(name, _KERNELS[backend], root)]
 
 
 def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
@@ -77,9 +83,9 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """
     names = {each for name in (op, *_called(op, root)) for each in (name, file_of(backend, name))}
     native, other = root / "moe_kernels/backends/native", "_cuda" if backend == "cpu" else "_cpu"
-    left = [path for name in names for path in root.glob(_KERNELS[backend].format(op=name))]
+    left = [path for name in names for path in _files(name, _KERNELS[backend], root)]
     if backend in ("cpu", "cuda"):
-        left += [path for name in names for path in native.glob(f"{name}*.py")]
+        left += [path for name in names for path in _files(name, "moe_kernels/backends/native/{op}*.py", root)]
     left += root.glob(f"moe_kernels/cases/{file_of('reference', op)}.py")
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
@@ -88,7 +94,7 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
             continue
         found.add(path)
         if path.parent == native:
-            left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
+            left += _files(path.stem.removesuffix(f"_{backend}"), _KERNELS[backend], root)
         for header, module, imported, data in _included(path.read_text()):
             folder = root / f"moe_kernels/{module.replace('.', '/')}"
             # backends/__init__.py changes no kernel.

@@ -12,6 +12,7 @@ from moe_kernels.ops.expert_norms import expert_norms
 from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_apply, kwta_bits, kwta_mask
+from moe_kernels.ops.kwta_linear import kwta_linear
 from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.ops.sinkhorn import sinkhorn
 from moe_kernels.ops.topk_gate import topk_gate
@@ -37,6 +38,7 @@ __all__ = [
     "kwta",
     "kwta_apply",
     "kwta_bits",
+    "kwta_linear",
     "kwta_mask",
     "make_plan",
     "plan_expert_choice",

@@ -8,6 +8,8 @@
 // * scratch has scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if by_choice else 1, E).
 // * A function that returns int returns 1 if an index is out of range, else 0.
 // * Functions of the grouped GEMM and the expert MLP take any dtype, and differ in some arguments.
+// * kwta_linear_fwd is here alone: y (tokens, dout) = x (tokens, din) weight (dout, din)^T + bias where the bit of an
+//   output is 1 in bits (tokens, ceil(dout / 32)), else +0. bias: or null.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +17,7 @@
 #include "moe/common/dtypes.h"
 
 // clang-format off
-#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
+#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) X(kwta_linear_fwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
@@ -48,6 +50,9 @@
                 int threads);                                                                                         \
   void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, \
                 int64_t n, int threads);                                                                              \
+  void kwta_linear_fwd(int dtype, const void* x, int64_t x_stride, const void* weight, int64_t weight_stride,         \
+                       const void* bias, const int32_t* bits, void* y, int64_t tokens, int64_t din, int64_t dout,     \
+                       int threads);                                                                                  \
   int topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,    \
                     int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int rule,                 \
                     const void* bias, int64_t num_groups, int64_t kept_groups, int renormalise, double scale,         \

@@ -236,6 +236,20 @@ def _product_backend(device: str, index: int | None, dtype: torch.dtype) -> str 
     return "triton" if cannot else None
 
 
+def has_kernel(op: str, backend: str | None, x: Tensor) -> bool:
+    """Whether `choose` would find a kernel for `op`, instead of the definition or BackendError."""
+    device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
+    return _has_kernel(op, backend, device, index, x.dtype)
+
+
+@constant
+def _has_kernel(op: str, backend: str | None, device: str, index: int | None, dtype: torch.dtype) -> bool:
+    name = requested(backend)
+    names = AUTOMATIC.get(device, ()) if name is None else (name,)
+    target = target_of(device, index)
+    return any(each != "reference" and unsupported(each, op, target, dtype) is None for each in names)
+
+
 def target_of(device: str, index: int | None) -> str:
     """The device type; for a GPU that torch can use, with its compute capability: "cuda:8.0"."""
     if device != "cuda" or not torch.cuda.is_available():

@@ -103,7 +103,8 @@ def _supports(device: str, dtype: torch.dtype) -> str | None:
     return _addresses.unsupported(device, device_type, dtype, tuple(_addresses.DTYPES))
 
 
-kwta_supports = topk_gate_supports = plan_expert_choice_supports = plan_priority_supports = _supports
+kwta_supports = kwta_linear_supports = topk_gate_supports = _supports
+plan_expert_choice_supports = plan_priority_supports = _supports
 dispatch_supports = combine_supports = grouped_gemm_supports = sinkhorn_supports = _supports
 tree_gate_supports = tree_route_supports = _supports
 
@@ -119,6 +120,7 @@ bind(
     "dispatch",
     "grouped_gemm_cpu",
     "kwta",
+    "kwta_linear",
     "plan",
     "plan_cpu",
     "sinkhorn",

@@ -17,8 +17,11 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_kernels.backends import is_batch_invariant
+from moe_kernels.backends import has_kernel, is_batch_invariant
 from moe_kernels.nn._invariance import call_linear, linear, refuse_random
 from moe_kernels.nn._parameters import reset
 from moe_kernels.ops._autocast import without_autocast
@@ -33,6 +36,7 @@ from moe_kernels.ops._checks import (
 )
 from moe_kernels.ops.grouped_gemm import IN_KERNELS
 from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
+from moe_kernels.ops.kwta_linear import kwta_linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -131,6 +135,9 @@ class MaskedLinear(nn.Linear):
     the dtype of f(W x_{l-1} + b). Scores of another dtype are compared in the common dtype of both
     (torch.promote_types): conversion may round integer scores, but no floating-point ones.
 
+    Given bits and no need for gradients, few active neurons are computed alone (`kwta_linear`): where k <= N_out / 4 on
+    a CPU, or k rows <= N_out on a GPU. Outputs then differ from those of training by rounding.
+
     Args:
         k: active neurons, 0 to out_features.
         activation: f, a name in ACTIVATIONS; None is the identity.
@@ -176,13 +183,33 @@ class MaskedLinear(nn.Linear):
         """
         if is_batch_invariant():
             return self._invariant(x, c, bits)
-        values = super().forward(x)
         if bits is not None:
             # The mask comes before f, whose derivative at NaN or infinity could turn a gradient of zero into NaN.
-            values = self._activate(kwta_apply(values, bits, backend=self.backend))
+            if self._winners_first(x):
+                values = kwta_linear(x, self.weight, bits, self.bias, k=self.k, backend=self.backend)
+            else:
+                values = kwta_apply(super().forward(x), bits, backend=self.backend)
+            values = self._activate(values)
             # Only softplus has f(0) != 0, so only its values need a second mask.
             return kwta_apply(values, bits, backend=self.backend) if self.activation == "softplus" else values
-        return self._masked(self._activate(values), c)
+        return self._masked(self._activate(super().forward(x)), c)
+
+    def _winners_first(self, x: Tensor) -> bool:
+        """Whether kwta_linear computes this layer without gradients in less time than the dense product.
+
+        On a CPU (AVX2, one thread, 512 rows, N_in = N_out = 3000, float32) it takes .29 of its time with a tenth of the
+        neurons, .77 with three tenths. On a GPU it should where the rows together read less than the weight.
+        """
+        given = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            return False
+        few = 4 * self.k <= self.out_features if x.is_cpu else x.shape[:-1].numel() * self.k <= self.out_features
+        if not few or torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
+            return False
+        # Weights under torch.func, DTensors and quantised ones are for torch's own product.
+        wrapped = any(map(is_traceable_wrapper_subclass, given[1:]))
+        wrapped |= not is_compiling() and any(map(is_functorch_wrapped_tensor, given[1:]))
+        return not wrapped and has_kernel("kwta_linear", self.backend, x)
 
     def _invariant(self, x: Tensor, c: Tensor | None, bits: Tensor | None) -> Tensor:
         """forward in the mode batch_invariant, where the product's kernel computes f.

@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_kernels import backends
 from moe_kernels.cases.call import Inputs
 from moe_kernels.info import placement
-from moe_kernels.verify import dispatch, grouped_gemm, kwta, make_plan, sinkhorn, topk_gate, tree_gate
+from moe_kernels.verify import dispatch, grouped_gemm, kwta, kwta_linear, make_plan, sinkhorn, topk_gate, tree_gate
 from moe_kernels.verify.operation import Case, Operation, Outputs
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
@@ -34,6 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 OPERATIONS: dict[str, Operation] = {
     "kwta": kwta.OPERATION,
+    "kwta_linear": kwta_linear.OPERATION,
     "topk_gate": topk_gate.OPERATION,
     "make_plan": make_plan.OPERATION,
     "plan_expert_choice": make_plan.EXPERT_CHOICE,

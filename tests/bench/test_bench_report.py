@@ -454,3 +454,5 @@ def test_sources_are_found_in_every_folder():
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("expert_mlp", "cuda")
     assert ledger.ROOT / "csrc/cuda/combine.cu" in ledger.sources("dispatch", "cuda")  # for its gradient
     assert ledger.ROOT / "csrc/cuda/kwta.cu" not in ledger.sources("dispatch", "cuda")
+    assert ledger.ROOT / "csrc/cpu/kwta_linear.cpp" not in ledger.sources("kwta", "cpu")
+    assert ledger.ROOT / "csrc/cpu/kwta_linear.cpp" in ledger.sources("kwta_linear", "cpu")

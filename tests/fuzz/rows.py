@@ -1,4 +1,4 @@
-"""Fuzzed cases of kwta, topk_gate, tree_gate, tree_route, sinkhorn and harden."""
+"""Fuzzed cases of kwta, kwta_linear, topk_gate, tree_gate, tree_route, sinkhorn and harden."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels.cases.call import Inputs
+from moe_kernels.cases.kwta_linear import KWTA_LINEAR, masks
+from moe_kernels.cases.kwta_linear import shapes as linear_shapes
 from moe_kernels.cases.tree_gate import TREE_GATE, shapes
 from moe_kernels.ops.kwta import TIES
 from moe_kernels.ops.topk_gate import ORDERS
@@ -30,6 +32,23 @@ def _build_kwta(spec: Spec) -> Inputs:
     values = make(spec, "values", *shape) if spec["values"] else None
     tensors = {"x": make(spec, "x", *shape), "values": values, "grad": make(spec, "grad", *shape)}
     return tensors | {"k": spec["k"], "ties": spec["ties"]}
+
+
+def _draw_linear(draw: random.Random) -> Spec:
+    width = size(draw, 140)
+    spec = {"tokens": size(draw, 40), "dim": size(draw, 70), "width": width, "k": draw.randint(0, width)}
+    if draw.random() < 0.1:
+        spec |= {"dim": draw.randint(500, 1100), "tokens": size(draw, 5)}
+    return spec | {"bias": draw.random() < 0.5} | describe(draw, *KWTA_LINEAR.tensors, kinds=MODEST)
+
+
+def _build_linear(spec: Spec) -> Inputs:
+    found = tensors(spec, KWTA_LINEAR, linear_shapes({"T": spec["tokens"], "D": spec["dim"], "N": spec["width"]}))
+    found["weight"] = found["weight"] / max(spec["dim"], 1) ** 0.5
+    if not spec["bias"]:
+        del found["bias"]
+    generator = torch.Generator().manual_seed(spec["seed"])
+    return {**found, "bits": masks(spec["tokens"], spec["width"], spec["k"], generator), "k": spec["k"]}
 
 
 # Of each expert. Sums of two of them differ, so that scores of groups tie by rounding nearly never.
@@ -139,6 +158,7 @@ def _has_trees(spec: Spec) -> bool:
 
 OPERATIONS = {
     "kwta": Fuzzed(_draw_kwta, _build_kwta, lambda spec: spec["k"] <= spec["n"], weight=3),
+    "kwta_linear": Fuzzed(_draw_linear, _build_linear, lambda spec: spec["k"] <= spec["width"]),
     "topk_gate": Fuzzed(_draw_topk, _build_topk, _fits_topk, weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 from moe_kernels.nn import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear, Utilisation
@@ -385,3 +386,65 @@ def test_routing_compares_in_the_dtype_of_its_weights():
     router.weight_2.copy_(torch.tensor([[0.0, 1.0], [0.0, 1.0 + 1e-10]], dtype=torch.float64))
     for x in (torch.ones(1, 1), torch.ones(1, 1, dtype=torch.float64)):
         assert [mask.tolist() for mask in router.masks(x)] == [[[False, True]]] * 2
+
+
+def ran(net, *given, **named):
+    with Operators() as seen:
+        return net(*given, **named), [name for name in seen.names if name not in ("kwta_bits", "kwta_fwd")]
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_without_gradients_few_winners_are_computed_alone(activation):
+    net, x = model(0.2, widths=(7, 40, 60, 4), activation=activation), torch.randn(3, 5, 7)
+    trained, dense = ran(net, x)
+    assert not [name for name in dense if name == "kwta_linear_fwd"]
+    with torch.no_grad():
+        y, names = ran(net, x)
+        assert names.count("kwta_linear_fwd") == 2
+        torch.testing.assert_close(y, trained.detach(), rtol=1e-5, atol=1e-6)
+        bits = net.router.kept(x.view(15, 7))
+        known = net(x.view(15, 7), bits, torch.arange(15))
+    assert torch.equal(known, y.view(15, 4))
+
+
+def test_where_the_dense_product_stays():
+    few, x = model(0.2, widths=(7, 40, 60, 4)), torch.randn(5, 7)
+    with torch.no_grad():
+        assert "kwta_linear_fwd" not in ran(model(0.3, widths=(7, 40, 60, 4)), x)[1]  # it would take longer
+        with torch.autocast("cpu"):
+            y, names = ran(few, x)
+            assert y.dtype == torch.bfloat16
+            assert "kwta_linear_fwd" not in names
+        with mk.batch_invariant():
+            assert "kwta_linear_fwd" not in ran(few, x)[1]
+        copies = [model(0.2, seed, widths=(7, 40, 60, 4)) for seed in (0, 1)]
+        bits = few.router(x)
+        stacked, _ = torch.func.stack_module_state(copies)  # one routing, two backbones
+        each = torch.vmap(lambda given: torch.func.functional_call(few, given, (x, bits)))(stacked)
+        torch.testing.assert_close(each, torch.stack([net(x, bits) for net in copies]))
+    few.hidden.requires_grad_(False)
+    few.output.requires_grad_(False)
+    assert "kwta_linear_fwd" in ran(few, x)[1]  # no gradient is needed
+    assert "kwta_linear_fwd" not in ran(few, x.requires_grad_())[1]
+
+
+def test_compiled_predictions_compute_winners_alone():
+    net, x = model(0.2, widths=(7, 40, 60, 4)), torch.randn(5, 7)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), net(x))
+        exported = torch.export.export(net, (x,))
+    assert "kwta_linear_fwd" in str(exported.graph)
+
+
+def test_flops_of_a_prediction_are_those_of_winners():
+    """COMET fixed routing's layers of 3000 with p = 0.1; the output layer, never masked, is the rest."""
+    widths, counts = (300, 3000, 3000, 10), {}
+    for p in (0.1, 1.0):
+        net = model(p, widths=widths)
+        bits = net.router(torch.randn(2, 300)) if p < 1 else None
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            net(torch.randn(2, 300), bits)
+        counts[p] = counter.get_total_flops()
+    products = 300 * 3000 + 3000 * 3000
+    assert counts[1.0] == 4 * (products + 30_000)
+    assert counts[0.1] == 4 * (products // 10 + 30_000) <= 1.15 * 0.1 * counts[1.0]

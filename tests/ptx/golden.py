@@ -20,6 +20,7 @@ TABLE = Path(__file__).resolve().parents[1] / "machine" / "ptx_counters.json"
 CASES = [
     ("kwta", "R=16 N=4096 p=0.1", "training", ("fp32", "bf16")),
     ("kwta", "R=16 N=1000 p=0.1", "forward", ("fp32", "bf16")),
+    ("kwta_linear", "T=2 D=1024 N=512 p=0.1", "forward", ("fp32", "bf16")),
     ("topk_gate", "T=256 E=64 K=4", "training", ("fp32", "bf16")),
     ("make_plan", "T=256 E=64 K=4", "forward", ("fp32",)),
     ("dispatch", "T=128 D=256 E=8 K=2", "training", ("fp32", "bf16")),

@@ -30,6 +30,10 @@ def of_kwta(b: str, device: str) -> Calls:
         "kwta_fwd": [(x, values, 5, "index", True, b), (x, None, 5, "strict", False, b)],
         "kwta_bwd": [(x, bits, b)],
         "kwta_mask": [(x, 5, "all", b)],
+        "kwta_linear_fwd": [
+            (leaf(3, D, device=device), leaf(40, D, device=device), bias, bits, 5, b)
+            for bias in (None, leaf(40, device=device))
+        ],
     }
 
 

@@ -12,6 +12,7 @@ import python_ref.harden as harden
 import python_ref.kwta as kwta
 import python_ref.sinkhorn as sinkhorn
 from python_ref.grouped_gemm import activate
+from python_ref.kwta_linear import kwta_linear
 from tests.helpers.operators.of_routing import random
 from tests.helpers.operators.operator import INT32_MAX, Call, Given, Operator, computed, gradients, wide
 
@@ -49,6 +50,16 @@ def _kwta_mask(dtype: torch.dtype) -> dict[str, Call]:
         ties: {"x": random(dtype, 3, n), "k": 5, "ties": ties, "backend": "cpu"}
         for n, ties in zip((40, 9, 17), TIES, strict=True)
     }
+
+
+def _kwta_linear_fwd(dtype: torch.dtype) -> dict[str, Call]:
+    def call(tokens: int, dim: int, width: int, bias: bool) -> Call:
+        bits = kwta.pack_bits(random(torch.float32, tokens, width) > 0.5)
+        given = {"x": random(dtype, tokens, dim), "weight": random(dtype, width, dim)}
+        given["bias"] = random(dtype, width) if bias else None
+        return {**given, "bits": bits, "k": width // 2, "backend": "cpu"}
+
+    return {"two words": call(3, 5, 40, True), "one word": call(2, 9, 7, False)}
 
 
 def _taus(first: float, last: float) -> Tensor:
@@ -176,6 +187,14 @@ OPERATORS = {
         choices={"ties": TIES},
         exact=True,
         families=("kwta",),
+    ),
+    "kwta_linear_fwd": Operator(
+        {"x": "f T D", "weight": "f N D", "bias": "f N", "bits": "i T words"},
+        _kwta_linear_fwd,
+        lambda s: (kwta_linear(*wide(s.x, s.weight), s.bits, *wide(s.bias)).detach(),),
+        ints=K_OF_N,
+        rules=((lambda s: s.words == (s.N + 31) // 32, "weight bits"),),
+        backends=("cpu", "triton"),
     ),
     "sinkhorn_fwd": Operator(MATRICES, _sinkhorn_fwd, _doubly_stochastic, **SINKHORN),
     "sinkhorn_bwd": Operator({"grad": "f B n n"} | MATRICES, _sinkhorn_bwd, _sinkhorn_gradients, **SINKHORN),
