@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_kernels.backends import has_kernel, is_batch_invariant
 from moe_kernels.nn._invariance import call_linear, linear, refuse_random
 from moe_kernels.nn._parameters import reset
-from moe_kernels.ops._autocast import without_autocast
+from moe_kernels.ops._autocast import autocast_on, without_autocast
 from moe_kernels.ops._checks import (
     INDEX,
     check_backend,
@@ -135,8 +134,9 @@ class MaskedLinear(nn.Linear):
     the dtype of f(W x_{l-1} + b). Scores of another dtype are compared in the common dtype of both
     (torch.promote_types): conversion may round integer scores, but no floating-point ones.
 
-    Given bits and no need for gradients, few active neurons are computed alone (`kwta_linear`): where k <= N_out / 4 on
-    a CPU, or k rows <= N_out on a GPU. Outputs then differ from those of training by rounding.
+    Given bits and no need for gradients, few active neurons are computed alone (`kwta_linear`): on a CPU where
+    k <= N_out / 4 and N_in >= 128, on a GPU where k rows <= N_out, and not in compiled programs. Outputs then differ
+    from those with gradients by rounding, as do those of a reentrant checkpoint from its repetition.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -179,7 +179,8 @@ class MaskedLinear(nn.Linear):
     def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
         """x (..., N_in), scores c (..., N_out) or bits (..., ceil(N_out / 32)) -> (..., N_out).
 
-        With bits, c and k are not used. Without scores and bits all neurons are active, as in a dense layer.
+        With bits, c is not used, and k only to choose the faster of two products. Without scores and bits all neurons
+        are active, as in a dense layer.
         """
         if is_batch_invariant():
             return self._invariant(x, c, bits)
@@ -198,18 +199,27 @@ class MaskedLinear(nn.Linear):
         """Whether kwta_linear computes this layer without gradients in less time than the dense product.
 
         On a CPU (AVX2, one thread, 512 rows, N_in = N_out = 3000, float32) it takes .29 of its time with a tenth of the
-        neurons, .77 with three tenths. On a GPU it should where the rows together read less than the weight.
+        neurons, .77 with three tenths; 128 inputs and a quarter of 512 neurons take as long. On a GPU it should where
+        the rows together read less than the weight. Programs of torch.compile and torch.export keep the dense product,
+        as a rule about the number of rows would restrict them.
         """
-        given = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
+        # Parametrised, pruned, sparse and quantised weights, and those under torch.func, are for torch's own product.
+        if is_compiling() or not {"weight", "bias"} <= self._parameters.keys():
+            return False
+        parameters = [each for each in (self._parameters["weight"], self._parameters["bias"]) if each is not None]
+        given = [x, *parameters]
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
             return False
-        few = 4 * self.k <= self.out_features if x.is_cpu else x.shape[:-1].numel() * self.k <= self.out_features
-        if not few or torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
+        if any(type(each) not in (Tensor, nn.Parameter) or each.layout is not torch.strided for each in given):
             return False
-        # Weights under torch.func, DTensors and quantised ones are for torch's own product.
-        wrapped = any(map(is_traceable_wrapper_subclass, given[1:]))
-        wrapped |= not is_compiling() and any(map(is_functorch_wrapped_tensor, given[1:]))
-        return not wrapped and has_kernel("kwta_linear", self.backend, x)
+        if any(each.dtype != x.dtype or each.device != x.device for each in parameters) or autocast_on(x.device.type):
+            return False
+        few = 4 * self.k <= self.out_features and self.in_features >= 128
+        if not x.is_cpu:
+            few = x.is_cuda and x.shape[:-1].numel() * self.k <= self.out_features
+        return (
+            few and not any(map(is_functorch_wrapped_tensor, parameters)) and has_kernel("kwta_linear", self.backend, x)
+        )
 
     def _invariant(self, x: Tensor, c: Tensor | None, bits: Tensor | None) -> Tensor:
         """forward in the mode batch_invariant, where the product's kernel computes f.

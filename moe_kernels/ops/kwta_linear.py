@@ -17,6 +17,7 @@ from torch import Tensor
 import python_ref.kwta_linear as reference
 from moe_kernels import backends
 from moe_kernels.ops import _checks
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import FLOATING, check_fits, check_int, check_tensor
 from moe_kernels.ops._define import define, operators
 from moe_kernels.ops.kwta import check_bits
@@ -47,8 +48,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bits = ctx.saved_tensors
     kept = operators.kwta_bwd(grad, bits, ctx.backend)
-    dx = kept @ weight if ctx.needs_input_grad[0] else None
-    dweight = kept.t() @ x if ctx.needs_input_grad[1] else None
+    with without_autocast(x.device.type):
+        dx = kept @ weight if ctx.needs_input_grad[0] else None
+        dweight = kept.t() @ x if ctx.needs_input_grad[1] else None
     dbias = kept.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, dweight, dbias, None, None, None
 
@@ -90,9 +92,9 @@ def kwta_linear(
             depend on it. None: N.
         backend: "reference", "cpu" or "triton"; None: automatic choice (see moe_kernels.explain).
 
-    Kernels sum in float32 (float64 stays), in an order that depends on D, and in Triton on whether all rows start at a
-    multiple of 16 bytes, and round once. So an output differs from the dense product's by rounding, and has the same
-    bits whatever other rows are in the call.
+    Kernels sum in float32 (float64 stays), in an order that depends on D and in Triton on whether all rows start at a
+    multiple of 16 bytes, and round once. So an output differs from the dense product's by rounding, and inside
+    batch_invariant(), on a CPU always, it has the same bits whatever other rows are in the call.
 
     Gradient: to x, weight and bias, as of the dense product with the masked gradient. Differentiable any number of
     times. Autocast: runs in the dtype of its inputs. torch.vmap is supported over x and bits. FLOPs of kernels (torch's
@@ -128,7 +130,8 @@ def kwta_linear(
     k = width if k is None else check_int(op, "k", k, 0, width, "winners among the N outputs of a row")
     chosen = backends.choose(op, backend, x)
     if chosen == "reference":
-        return reference.kwta_linear(x, weight, bits, bias)
+        with without_autocast(x.device.type):
+            return reference.kwta_linear(x, weight, bits, bias)
     differentiated = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (x, weight, bias)
     )
@@ -138,5 +141,8 @@ def kwta_linear(
             "expected no_grad(), or kwta_apply of a product of grouped_gemm"
         )
     rows = prod(x.shape[:-1])
-    y = operators.kwta_linear_fwd(x.reshape(rows, dim), weight, bias, bits.reshape(rows, bits.shape[-1]), k, chosen)
+    flat = x.reshape(rows, dim)
+    if backends.is_batch_invariant():
+        flat = flat.contiguous()  # one row has no stride by which Triton would know its neighbours' alignment
+    y = operators.kwta_linear_fwd(flat, weight, bias, bits.reshape(rows, bits.shape[-1]), k, chosen)
     return y.view(*x.shape[:-1], width)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
@@ -393,47 +394,111 @@ def ran(net, *given, **named):
         return net(*given, **named), [name for name in seen.names if name not in ("kwta_bits", "kwta_fwd")]
 
 
+WIDE = (130, 150, 160, 4)  # layers of fewer than 128 inputs keep the dense product
+
+
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_without_gradients_few_winners_are_computed_alone(activation):
-    net, x = model(0.2, widths=(7, 40, 60, 4), activation=activation), torch.randn(3, 5, 7)
+    net, x = model(0.2, widths=WIDE, activation=activation), torch.randn(3, 5, 130)
     trained, dense = ran(net, x)
-    assert not [name for name in dense if name == "kwta_linear_fwd"]
+    assert "kwta_linear_fwd" not in dense
     with torch.no_grad():
         y, names = ran(net, x)
         assert names.count("kwta_linear_fwd") == 2
         torch.testing.assert_close(y, trained.detach(), rtol=1e-5, atol=1e-6)
-        bits = net.router.kept(x.view(15, 7))
-        known = net(x.view(15, 7), bits, torch.arange(15))
+        bits = net.router.kept(x.view(15, 130))
+        known = net(x.view(15, 130), bits, torch.arange(15))
     assert torch.equal(known, y.view(15, 4))
 
 
+def alone(layer, *given, **named):
+    """Whether the layer computed winners alone."""
+    return "kwta_linear_fwd" in ran(layer, *given, **named)[1]
+
+
 def test_where_the_dense_product_stays():
-    few, x = model(0.2, widths=(7, 40, 60, 4)), torch.randn(5, 7)
+    few, x = model(0.2, widths=WIDE), torch.randn(5, 130)
     with torch.no_grad():
-        assert "kwta_linear_fwd" not in ran(model(0.3, widths=(7, 40, 60, 4)), x)[1]  # it would take longer
+        assert alone(few, x)
+        assert not alone(model(0.3, widths=WIDE), x)  # it would take longer
+        assert not alone(model(0.2, widths=(127, 150, 4)), x[:, :127])
         with torch.autocast("cpu"):
-            y, names = ran(few, x)
-            assert y.dtype == torch.bfloat16
-            assert "kwta_linear_fwd" not in names
+            assert not alone(few, x)
+            assert few(x).dtype == torch.bfloat16
         with mk.batch_invariant():
-            assert "kwta_linear_fwd" not in ran(few, x)[1]
-        copies = [model(0.2, seed, widths=(7, 40, 60, 4)) for seed in (0, 1)]
-        bits = few.router(x)
-        stacked, _ = torch.func.stack_module_state(copies)  # one routing, two backbones
-        each = torch.vmap(lambda given: torch.func.functional_call(few, given, (x, bits)))(stacked)
-        torch.testing.assert_close(each, torch.stack([net(x, bits) for net in copies]))
+            assert not alone(few, x)
     few.hidden.requires_grad_(False)
     few.output.requires_grad_(False)
-    assert "kwta_linear_fwd" in ran(few, x)[1]  # no gradient is needed
-    assert "kwta_linear_fwd" not in ran(few, x.requires_grad_())[1]
+    assert alone(few, x)  # no gradient is needed
+    assert not alone(few, x.requires_grad_())
 
 
-def test_compiled_predictions_compute_winners_alone():
-    net, x = model(0.2, widths=(7, 40, 60, 4)), torch.randn(5, 7)
+class Doubled(nn.Parameter):
+    """A weight that overrides F.linear, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            plain = [each.as_subclass(torch.Tensor) for each in args if each is not None]
+            return function(plain[0], 2 * plain[1], *plain[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight
+
+
+def test_weights_for_torchs_own_product():
+    x, bits = torch.randn(5, 130), pack_bits(torch.rand(5, 40) < 0.2)
+    layer = MaskedLinear(130, 40, 8, activation=None)
+    plain = layer(x, bits=bits).detach()
     with torch.no_grad():
-        assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), net(x))
-        exported = torch.export.export(net, (x,))
-    assert "kwta_linear_fwd" in str(exported.graph)
+        assert alone(layer, x, bits=bits)
+        sparse = copy.deepcopy(layer)
+        sparse.weight = nn.Parameter(layer.weight.to_sparse_csr(), requires_grad=False)
+        torch.testing.assert_close(sparse(x, bits=bits), plain)
+        doubled = MaskedLinear(130, 40, 8, activation=None, bias=False)
+        doubled.weight = Doubled(layer.weight.detach())
+        torch.testing.assert_close(doubled(x, bits=bits), mk.kwta_apply(2 * x @ layer.weight.t(), bits))
+        meta = MaskedLinear(130, 40, 8, device="meta")
+        assert meta(x.to("meta"), bits=bits.to("meta")).shape == (5, 40)
+    counted = Counted()
+    nn.utils.parametrize.register_parametrization(layer, "weight", counted)
+    before = counted.calls
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, bits=bits), plain)
+    layer(x, bits=bits)
+    assert counted.calls - before == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_over_weights_without_gradients(compiled):
+    copies = [MaskedLinear(130, 40, 5) for _ in range(2)]
+    stacked, _ = torch.func.stack_module_state(copies)
+    x, bits = torch.randn(3, 130), pack_bits(torch.rand(3, 40) < 0.1)
+
+    def each(stacked, x, bits):
+        return torch.vmap(lambda given: torch.func.functional_call(copies[0], given, (x,), {"bits": bits}))(stacked)
+
+    call = torch.compile(each, backend="aot_eager") if compiled else each
+    with torch.no_grad():
+        torch.testing.assert_close(call(stacked, x, bits), torch.stack([layer(x, bits=bits) for layer in copies]))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_predictions_take_any_number_of_rows(strict):
+    net, x = model(0.2, widths=WIDE).requires_grad_(False), torch.randn(9, 130)
+    with torch.no_grad():
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+        torch.testing.assert_close(compiled(x), net(x))
+        rows = torch.export.Dim("rows", min=2, max=4096)
+        exported = torch.export.export(net, (x,), dynamic_shapes=({0: rows},), strict=strict).module()
+        more = torch.randn(1000, 130)
+        torch.testing.assert_close(exported(more), net(more))
 
 
 def test_flops_of_a_prediction_are_those_of_winners():

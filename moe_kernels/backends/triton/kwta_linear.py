@@ -16,6 +16,7 @@ from moe_kernels.backends.triton import FORMATS, common_unit, launch, on_device,
 
 BLOCK_N = 8
 BLOCK_D = 256
+MOST = 65535  # programs in the second dimension of a grid
 WORDS = 128  # words of bits that a program counts at a time
 
 
@@ -130,7 +131,7 @@ def kwta_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, bits: Tensor
         return y
     unit = common_unit((x, weight), dim)
     launch(
-        _kwta_linear_fwd, (tokens, max(triton.cdiv(k, BLOCK_N), 1)),
+        _kwta_linear_fwd, (tokens, min(max(triton.cdiv(k, BLOCK_N), 1), MOST)),
         x, weight, x if bias is None else bias, bits, y, x.stride(0) // unit, weight.stride(0) // unit, dim // unit,
         width, UNIT=unit, HAS_BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, WORDS=WORDS, num_warps=4,
     )  # fmt: skip
