@@ -34,11 +34,7 @@ def _composition(inputs: Inputs) -> Tensor:
 
 
 def _masked_after(inputs: Inputs) -> Tensor:
-    return torch.where(inputs["mask"], _dense(inputs), 0)
-
-
-def _dense(inputs: Inputs) -> Tensor:
-    return F.linear(inputs["x"], inputs["weight"], inputs["bias"])
+    return torch.where(inputs["mask"], F.linear(inputs["x"], inputs["weight"], inputs["bias"]), 0)
 
 
 PEER = "torch topk+scatter+mul"
@@ -68,7 +64,7 @@ ENTRIES = {
     ),
     "kwta_linear": entry(
         KWTA_LINEAR,
-        {"torch linear, then the mask": _masked_after, "torch linear, all outputs": _dense},
+        {"torch linear, then the mask": _masked_after},
         more=lambda inputs: {"mask": unpack_bits(inputs["bits"], inputs["weight"].shape[0])},
         shapes={
             "quick": [{"T": 512, "D": 1024, "N": 1024, "p": 0.1}],
