@@ -75,9 +75,9 @@ def test_a_page_shows_which_results_of_recipes_are_stale(monkeypatch: pytest.Mon
 def test_a_page_shows_the_figures_of_fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     figures = importlib.import_module("figures").figures
-    monkeypatch.setattr(ledger, "is_stale", lambda entry: False)
+    monkeypatch.setattr(ledger, "is_stale", lambda entry, root=None: False)
     assert re.match(r"Measured on .*\n\n\| operation \| backend ", figures(["kwta"]))
-    monkeypatch.setattr(ledger, "is_stale", lambda entry: True)
+    monkeypatch.setattr(ledger, "is_stale", lambda entry, root=None: True)
     assert figures(["kwta"]).startswith("No measurement of the present sources.\n\nPredicted, not measured; ")
 
 
