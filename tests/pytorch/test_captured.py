@@ -247,6 +247,16 @@ def test_a_routing_that_is_kept_proves_nothing():
     assert found == "FAILED: step 1 has the routing of the step before, so equal bits prove nothing"
 
 
+def test_tokens_that_only_swap_their_experts_prove_nothing():
+    """A graph that kept the counts of its capture, so the rows of every expert, would pass otherwise."""
+    kept = captured.Routing.of(mk.make_plan(torch.tensor([[0], [1], [1]]), E))
+    swapped = captured.Routing.of(mk.make_plan(torch.tensor([[1], [0], [1]]), E))
+    moved = captured.Routing.of(mk.make_plan(torch.tensor([[1], [0], [0]]), E))
+    assert not swapped.changed(kept)
+    assert not kept.changed(kept)
+    assert moved.changed(kept)
+
+
 class ByAddress(mnn.TopKGate):
     """Chooses experts once for each tensor that it gets."""
 
