@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from moe_kernels.verify import relative_error
 from tests.helpers.grouped_gemm import check
 from tests.ptx import session, triton_launch
 
@@ -215,6 +217,43 @@ def test_few_tokens_launch_the_tiles_that_have_rows_alone(backend):
     assert [each.grid[0] for each in launches] == [9 * 12]
     expected = mk.grouped_gemm(x, weight, plan.expert_offsets, row_token=plan.row_token, backend="reference")
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_multiples_of_16_bytes_are_read_so(target, dtype):
+    """Of a size Triton itself knows only whether it is a multiple of 16 elements."""
+    if not target.executed or target.interpreted:
+        pytest.skip("instructions are recorded where PTX is executed")
+    unit = 16 // dtype.itemsize
+    dim, hidden = 17 * unit, 19 * unit
+    plan = mk.make_plan(torch.randint(0, 2, (40, 1), dtype=torch.int32), 2, backend="reference")
+    leaves = [
+        (torch.randn(shape) / 4).to(dtype).requires_grad_() for shape in ((40, dim), (2, dim, hidden), (2, hidden, dim))
+    ]
+    options = {"weights": torch.ones(40, 1), "b_in": leaves[1].new_ones(2, hidden), "b_out": leaves[1].new_ones(2, dim)}
+    with session.recorded() as launches:
+        out = mk.expert_mlp(leaves[0], plan, *leaves[1:], **options, backend="triton")
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    kernels = {each.kernel.title for each in launches}
+    assert kernels == {"_grouped_gemm_fwd", "_combine_fwd", "_expert_mlp_bwd_hidden", "_grouped_gemm_bwd_weight"}
+    for each in launches:
+        ran = [text for text, runs in zip(each.kernel.texts, each.counters["runs"], strict=False) if runs]
+        assert not [text for text in ran if re.search(r"(ld|st)\.global\S*\.b16 ", text)]
+        whole, parts = (sum(f"cp.async.{kind}.shared.global" in text for text in ran) for kind in ("cg", "ca"))
+        indices = 8 if each.kernel.title == "_grouped_gemm_bwd_weight" else 0  # row_token, 4 bytes at a time
+        assert parts <= indices
+        assert whole > parts or each.kernel.title == "_combine_fwd"
+    expected = mk.expert_mlp(leaves[0], plan, *leaves[1:], **options, backend="reference")
+    wanted = torch.autograd.grad(expected, leaves, torch.ones_like(out))
+    for got, want in zip((out, *gradients), (expected, *wanted), strict=True):
+        assert relative_error(got.detach(), want.detach()) <= max(2 * torch.finfo(dtype).eps, 1e-6)
+
+
+def test_units():
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    for sizes, unit in (((1000, 48), 8), ((1000, 4), 1), ((48, 32), 1), ((8, 2**31), 1), ((8, 0), 8)):
+        assert _grouped_configs.unit_of(x, *sizes) == unit
+    assert _grouped_configs.unit_of(x.float(), 1000, 4) == 4
 
 
 @triton.jit

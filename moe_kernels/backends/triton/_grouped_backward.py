@@ -23,6 +23,7 @@ from moe_kernels.backends.triton._grouped_configs import (
     precision,
     row_tiles,
     run_with_tiles,
+    unit_of,
 )
 from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
@@ -72,13 +73,14 @@ def _grouped_gemm_bwd_weight(
     row_weight_ptr,  # (R), multiplies rows of grad in dbias only; not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
-    stride_x, stride_grad, E, K, N,
-    SORTED: tl.constexpr, GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr,
+    stride_x, stride_grad, E, K, N,  # strides, K and N in units of UNIT elements
+    UNIT: tl.constexpr, SORTED: tl.constexpr, GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # columns of x
     BLOCK_N: tl.constexpr,  # columns of grad
     BLOCK_K: tl.constexpr,  # rows in a step
 ):  # fmt: skip
+    stride_x, stride_grad, K, N = stride_x * UNIT, stride_grad * UNIT, K * UNIT, N * UNIT
     # The grid has one dimension: the other two would be limited to 65535 programs.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
@@ -122,11 +124,12 @@ def _expert_mlp_bwd_hidden(
     dpre_ptr,  # (R, N or 2 N) contiguous, receives the gradient of pre
     weighted_ptr,  # (R, N) contiguous, receives row_weight * h
     partial_ptr,  # (R, column tiles), receives parts of row_weight's gradient <h, dh> + <b_out, dy>; dh = dy w_out^T
-    stride_x, stride_w_E, stride_w, E, R, K, N,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N in units of UNIT elements
+    UNIT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr,
+    TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    stride_x, stride_w_E, stride_w, K, N = stride_x * UNIT, stride_w_E * UNIT, stride_w * UNIT, K * UNIT, N * UNIT
     column_tiles = tl.maximum(tl.cdiv(N, BLOCK_N), 1)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -202,9 +205,11 @@ def _activation_bwd(
     grad_ptr,  # (R, N)
     pre_ptr,  # (R, N or 2 N)
     dpre_ptr,  # (R, N or 2 N) contiguous
-    stride_grad, stride_pre, R, N,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_grad, stride_pre,  # in units of UNIT elements, as N
+    R, N,
+    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    stride_grad, stride_pre, N = stride_grad * UNIT, stride_pre * UNIT, N * UNIT
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = (row < R) & (n < N)
@@ -225,9 +230,11 @@ def _token_sums(
     by_token_ptr,  # (R): rows without a token, then the rows of token 0 in ascending order, those of token 1, ...
     token_offsets_ptr,  # (T + 1) into by_token
     out_ptr,  # (T, D) contiguous
-    stride_rows_R, T, D,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_rows_R,  # in units of UNIT elements, as D
+    T, D,
+    UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    stride_rows_R, D = stride_rows_R * UNIT, D * UNIT
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.load(token_offsets_ptr + token, mask=token < T, other=0)
@@ -263,6 +270,9 @@ def grouped_gemm_bwd_weight(
     if num_experts == 0 or columns == 0:
         return dweight, dbias
     num_rows = (x if x_token is None else x_token).shape[0]
+    sizes = (x.stride(0), grad.stride(0), dim, columns)
+    unit = unit_of(x, *sizes)
+    stride_x, stride_grad, units_k, units_n = (size // unit for size in sizes)
 
     def run(tiles):
         blocks_m = max(triton.cdiv(dim, tiles.m), 1)  # without columns of x the kernel still computes dbias
@@ -271,7 +281,7 @@ def grouped_gemm_bwd_weight(
             x, grad, expert_offsets if x_token is None else x_token,
             expert_offsets if grad_token is None else grad_token, expert_offsets,
             dweight if row_weight is None else row_weight, dweight, dbias,
-            x.stride(0), grad.stride(0), num_experts, dim, columns,
+            stride_x, stride_grad, num_experts, units_k, units_n, UNIT=unit,
             SORTED=triton.next_power_of_2(num_experts) if num_experts <= MAX_SORTED else 0,
             GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
             WEIGHTED=row_weight is not None,
@@ -307,8 +317,8 @@ def expert_mlp_bwd_hidden(
             _expert_mlp_bwd_hidden, (row_tiles(num_rows, num_experts, tiles) * column_tiles,),
             row_token_ptr=expert_offsets if row_token is None else row_token, row_weight_ptr=row_weight,
             bias_ptr=expert_offsets if b_out is None else b_out, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
-            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, N=hidden, BIAS=b_out is not None,
-            **operands(grad, w_out.transpose(1, 2), row_token is not None, tiles), **activation_of(activation),
+            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, BIAS=b_out is not None,
+            **operands(grad, w_out.transpose(1, 2), hidden, row_token is not None, tiles), **activation_of(activation),
         )  # fmt: skip
         drow_weight = sum_tiles(partial, 1)
 
@@ -323,9 +333,10 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     if grad.numel():
         block = min(triton.next_power_of_2(columns), TILE)
         block_m = TILE // block
+        unit = unit_of(grad, grad.stride(0), pre.stride(0), columns)
         launch(
             _activation_bwd, (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block)),
-            grad, pre, dpre, grad.stride(0), pre.stride(0), num_rows, columns,
+            grad, pre, dpre, grad.stride(0) // unit, pre.stride(0) // unit, num_rows, columns // unit, UNIT=unit,
             **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
     return dpre
@@ -342,5 +353,9 @@ def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> T
         token_offsets, by_token = rows_by_token(row_token, num_tokens)
         shape = tile(dim)
         grid = (triton.cdiv(num_tokens, shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
-        launch(_token_sums, grid, rows, by_token, token_offsets, out, rows.stride(0), num_tokens, dim, **shape)
+        unit = unit_of(rows, rows.stride(0), dim)
+        launch(
+            _token_sums, grid, rows, by_token, token_offsets, out, rows.stride(0) // unit, num_tokens, dim // unit,
+            UNIT=unit, **shape,
+        )  # fmt: skip
     return out

@@ -28,6 +28,8 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the activa
 
 MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 columns (if gated) have 2**31 elements
 
+FEWEST = 16  # columns: of the tables' tiles, which have 64 or more, fewer would leave most without work
+
 MAX_BLOCK_E = 2048  # most expert offsets that a program loads at once
 MAX_SORTED = 256  # most experts whose weight gradients start in the order of their rows; a program compares all pairs
 
@@ -51,7 +53,7 @@ KERNELS = ("fwd", "gated", "hidden", "weight")
 CLASSES = ("few rows", "few columns", "other")
 Table = dict[str, dict[str, Tiles]]  # by kernel and class
 
-# Tiles for float32, and for arguments that are not `_divisible`, whose loads Triton may not vectorize.
+# Tiles for float32, for arguments that are not `_divisible`, whose loads Triton may not vectorize, and for few columns.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -125,8 +127,8 @@ def run_with_tiles(
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
-    divisible = x.dtype != torch.float32 and _divisible(x, other, columns)
-    known = table(x.device)[kernel] if divisible else None
+    vectors = x.dtype != torch.float32 and columns >= FEWEST and _divisible(x, other, columns)
+    known = table(x.device)[kernel] if vectors else None
     tiles = choose_tiles(kernel, known, num_rows, num_experts, columns, training or _keeps_tiles(x))
     if is_fixed() and tiles == GENERAL["fwd"]:  # a router's product often has few columns, its gradient few terms
         tiles = tiles._replace(n=_fitting(tiles.n, columns), k=_fitting(tiles.k, x.shape[1]))
@@ -172,11 +174,23 @@ def choose_tiles(
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     """Whether both tensors start at multiples of 16 bytes, and the width of x, columns and all strides other than 1 are
-    multiples of 16 elements: Triton then compiles vector loads."""
+    multiples of 16 bytes: with their unit (`unit_of`) Triton compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
-    return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
+    count = 16 // x.element_size()
+    return not any(size % count for size in (x.shape[1], columns, *strides)) and all(
         aligned(each, 16) for each in (x, other)
     )
+
+
+def unit_of(x: Tensor, *sizes: int) -> int:
+    """The unit of these sizes and strides of a kernel: 16 bytes of x, in elements, where all are multiples of it.
+
+    1 where they are not, or are multiples of 16 elements, which Triton sees without a unit, or where one is 2^31 or
+    more: the kernel's product with the unit could overflow 32 bits.
+    """
+    count = 16 // x.element_size()
+    fits = all(size % count == 0 and size < 2**31 for size in sizes)
+    return count if fits and any(size % 16 for size in sizes) else 1
 
 
 def row_tiles(num_rows: int, num_experts: int, tiles: Tiles) -> int:
@@ -213,8 +227,11 @@ def blocks(tiles: Tiles) -> dict[str, int]:
     return shape | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
-def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str, Any]:
-    """Arguments of kernels that call multiply_tile on x (T or R, K) and weight (E, K, N), K or N contiguous."""
+def operands(x: Tensor, weight: Tensor, columns: int, gather: bool, tiles: Tiles) -> dict[str, Any]:
+    """Arguments of kernels that call multiply_tile on x (T or R, K) and weight (E, K, M), K or M contiguous.
+
+    columns: N, M / 2 if gated, else M.
+    """
     transposed = weight.shape[2] > 1 and weight.stride(2) != 1
     if not transposed and tiles.k * weight.stride(1) >= 2**31:
         weight = weight.contiguous()  # the kernel computes BLOCK_K * stride_w in 32 bits
@@ -222,10 +239,15 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
     experts = triton.next_power_of_2(weight.shape[0] + 1)
+    sizes = {
+        "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1), "K": weight.shape[1],
+        "N": columns,
+    }  # fmt: skip
+    unit = unit_of(x, *sizes.values())
     return precision(x, weight.shape[1]) | blocks(tiles) | {
-        "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
-        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0,
-        "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
+        **{name: size // unit for name, size in sizes.items()}, "UNIT": unit,
+        "x": rows, "w": w, "E": weight.shape[0], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0, "GATHER": gather,
+        "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
     }  # fmt: skip
 
 

@@ -49,11 +49,13 @@ def _grouped_gemm_fwd(
     expert_offsets_ptr,  # (E + 1)
     out_ptr,  # (R, N) contiguous; (R, column tiles) float32 sums of squares if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
-    stride_x, stride_w_E, stride_w, E, R, K, N,
-    BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N in units of UNIT elements
+    UNIT: tl.constexpr, BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    stride_x, stride_w_E, stride_w, K, N = stride_x * UNIT, stride_w_E * UNIT, stride_w * UNIT, K * UNIT, N * UNIT
     column_tiles = tl.cdiv(N, BLOCK_N)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -187,7 +189,7 @@ def _launch_fwd(
         _grouped_gemm_fwd, grid,
         bias_ptr=expert_offsets if bias is None else bias.contiguous(),
         row_token_ptr=expert_offsets if row_token is None else row_token,
-        expert_offsets_ptr=expert_offsets, out_ptr=out, pre_ptr=pre, R=out.shape[0], N=columns,
+        expert_offsets_ptr=expert_offsets, out_ptr=out, pre_ptr=pre, R=out.shape[0],
         BIAS=bias is not None, KEEP_PRE=not norms and pre.shape[0] > 0, NORMS=norms,
-        **operands(x, weight, row_token is not None, tiles), **activation_of(activation),
+        **operands(x, weight, columns, row_token is not None, tiles), **activation_of(activation),
     )  # fmt: skip
