@@ -26,8 +26,8 @@ def kwta(backend):
 
 def gemm(backend):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(150, 96, generator=generator).bfloat16()
-    weight = torch.randn(2, 96, 136, generator=generator).bfloat16()
+    x = torch.randn(150, 160, generator=generator).bfloat16()
+    weight = torch.randn(2, 160, 136, generator=generator).bfloat16()
     offsets = torch.tensor([0, 77, 150], dtype=torch.int32)
     return mk.grouped_gemm(x, weight, offsets, backend=backend)
 

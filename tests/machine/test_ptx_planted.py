@@ -74,9 +74,13 @@ def only_in(kernel, edit):
     return lambda text: edit(text) if kernel.name in text else text
 
 
-@pytest.mark.parametrize("name", ["kwta", "gemm"])
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_every_deleted_barrier(name, backend):
+# needless: number of barriers that can be deleted without an error. The loop of Triton's product waits at its head for
+# the copies that it has awaited at its end.
+@pytest.mark.parametrize(
+    ("name", "backend", "needless"),
+    [("kwta", "triton", 0), ("kwta", "cuda", 0), ("gemm", "triton", 1), ("gemm", "cuda", 0)],
+)
+def test_every_deleted_barrier(name, backend, needless):
     if backend == "triton" and triton_launch.release() < (3, 9):
         pytest.skip("Triton before 3.9 adds barriers without need")
     with on(backend):
@@ -90,7 +94,8 @@ def test_every_deleted_barrier(name, backend):
             edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
             if not caught(CALLS[name], backend, expected, edit, seeds=(0, 1, 2)):
                 missed.append(line)
-        assert not missed, f"neither errors nor wrong values without these barriers, of {lines}"
+        found = f"neither errors nor wrong values without {missed} of {lines}"
+        assert len(missed) == needless, found
 
 
 # needless: number of warp barriers that can be deleted without an error. The last one of plan_rank separates two tiles
