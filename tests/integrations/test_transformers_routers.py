@@ -192,9 +192,10 @@ def test_wrong_masks_are_named():
     with pytest.raises(ValueError, match=r"use_attention_mask: attention_mask must be \(B, S\).*got \(3, 1, 9, 9\)"):
         model(tokens, attention_mask=torch.ones(3, 1, 9, 9))
     assert model(tokens).logits.isfinite().all()  # the hooks leave no mask behind
-    model.set_experts_implementation("grouped_mm")
-    with pytest.raises(ValueError, match=r"'grouped_mm' runs one for every token; call .*\('moe_kernels'\)"):
-        model(tokens, attention_mask=mask)
+    for name in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(name)
+        with pytest.raises(ValueError, match=rf"'{name}' runs one for every token; call .*\('moe_kernels'\)"):
+            model(tokens, attention_mask=mask)
     with pytest.raises(ValueError, match="use_attention_mask: the model has no Router"):
         mk_transformers.use_attention_mask(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"Linear\.forward has no argument attention_mask"):
