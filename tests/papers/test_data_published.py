@@ -64,7 +64,7 @@ def test_jester_from_its_file(tmp_path):
     jokes or more."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     rated |= {(7, joke): 2.0 for joke in range(1, 18)}
-    most = {(8, joke): 1.0 for joke in range(1, 21)} | {(9, joke): 1.0 for joke in range(1, 19)}  # 20 and 18 of 20
+    most = {(3, joke): 1.0 for joke in range(1, 21)} | {(9, joke): 1.0 for joke in range(1, 19)}  # 20 and 18 of 20
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | most).items()]
     (tmp_path / "jester_ratings.dat").write_text("\n".join(lines) + "\n")
     found = data.load(tmp_path)
