@@ -150,6 +150,8 @@ def test_a_part_of_a_count_grows_with_the_experts_and_the_rest_with_the_tokens()
     assert full["bytes_read"] == 600 * 16 + 100 * 256
     assert full["tensor_flops"] == 64 * 256
     assert full["bytes_written"] == 200 * 16
+    more = counting._extrapolated(one, two | {"bytes_read": 1500}, 16, 256)  # more than doubles: has no fixed part
+    assert more["bytes_read"] == 700 * 256
     with pytest.raises(RuntimeError, match="bench predict: k and k are not the same launch"):
         counting._extrapolated(one, two | {"threads": 256}, 16, 256)
 
