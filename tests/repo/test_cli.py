@@ -162,6 +162,11 @@ def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, cap
     assert "0 ok, 0 failed, 3 not run" in text
 
 
+def test_only_the_forbidden_cases_of_sinkhorn_have_forbidden_entries() -> None:
+    for name, inputs in verify.cases("sinkhorn", small=True):
+        assert inputs["scores"].isneginf().any() == name.startswith("forbidden"), name
+
+
 def test_verify_fails_if_a_requested_backend_cannot_run(monkeypatch, capsys) -> None:
     unsupported(monkeypatch, "cuda")
     for requested in (["cuda"], ["cpu", "cuda"]):
