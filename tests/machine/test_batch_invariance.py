@@ -134,6 +134,18 @@ def test_rows(backend, capability, name):
         assert not rows_that_differ(call, *given, parts=(slice(0, 1), slice(3, 5), slice(20, 53)))
 
 
+@pytest.mark.parametrize("frozen", ["split", "leaf"])
+def test_a_frozen_weight_of_a_tree_gate_changes_no_other_gradient(frozen):
+    given = {"x": random(64, 48), "split": random(2, 4, 48), "leaf": random(2, 5, 48)}
+    with place("triton", 80), mk.batch_invariant():
+        found = []
+        for trained in (given.keys(), given.keys() - {frozen}):
+            leaves = {name: each.clone().requires_grad_(name in trained) for name, each in given.items()}
+            mk.tree_gate(*leaves.values(), gamma=4.0, backend="triton")[0].square().sum().backward()
+            found.append([leaves[name].grad for name in given if name != frozen])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(("backend", "capability"), PLACES)
 def test_a_layer(backend, capability):
     """nn.MoE whole: the router is float32, which "cuda" does not multiply, so that Triton does."""
