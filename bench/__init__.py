@@ -6,4 +6,4 @@ import sys
 if sys.argv[:1] == ["-m"]:  # `python -m bench` imports this first
     for _name in ("typer", "rich", "matplotlib", "markdown_it"):
         if importlib.util.find_spec(_name) is None:
-            sys.exit(f"bench: {_name} is not installed: pip install '.[bench]' in the checkout")
+            sys.exit(f"bench: {_name} is not installed: pip install -e '.[bench]' in the checkout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import replace
 from enum import Enum
@@ -27,6 +28,7 @@ from bench.registry import ENTRIES
 from bench.runs import Run
 from bench.shapes import ROUTINGS
 from moe_kernels import info
+from moe_kernels.backends import BackendError
 from moe_kernels.verify import KERNELS, OPERATIONS, idle
 
 app = typer.Typer(
@@ -93,8 +95,9 @@ def run_command(
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves and not size)
+    ops, kernels = _operations(op), _backends(backend)  # before a run begins a file
     run = _begin(out, replace(request, size=sizes(size)), seconds, until)
-    run.verify(_operations(op), _backends(backend))
+    run.verify(ops, kernels)
     _exit_if_idle(run, backend)
     run.until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)
     run.measure()
@@ -116,10 +119,11 @@ def verify_command(
     On a GPU it also checks that the host does not wait, and runs the test suite and compute-sanitizer. Writes a
     result, by default into bench/results, which `report`, README.md and the documentation are made from.
     """
+    ops, kernels = _operations(op), _backends(backend)
     run = _begin(out, _request(shapes, None, None, dtype, None, True), seconds)
     if not torch.cuda.is_available():
         console.print("No GPU here: no kernel of Triton or CUDA is checked on a GPU.")
-    run.verify(_operations(op), _backends(backend))
+    run.verify(ops, kernels)
     _exit_if_idle(run, backend)
     run.check_on_cpu()
     run.measure()
@@ -155,10 +159,11 @@ def gpu_command(
         raise typer.Exit(2)
     until = time.monotonic() + 60 * (minutes or (4 if quick else 8.5))  # without the build and the report
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
+    ops, kernels = _operations(op), _backends(backend) or tuple(reversed(ledger.GPU_BACKENDS))
     run = _begin(out, replace(request, first="aims"), 0.2 if quick else 0.4, until)
     proof = not quick if proof is None else proof
     try:
-        run.verify(_operations(op), _backends(backend) or tuple(reversed(ledger.GPU_BACKENDS)), quick, 0.5)
+        run.verify(ops, kernels, quick, 0.5)
         if figures:
             run.measure(0.6 if proof else 1.0)
         run.prove(proof)
@@ -286,7 +291,7 @@ def report_command(
             (ledger.ROOT / "docs" / "measured.svg").write_bytes(plot.speedups(newest))
         print("README.md and docs/measured.svg rewritten")
         return
-    found = merging.merged(map(ledger.load, results)) if results else merging.read()
+    found = merging.merged(map(_result, results)) if results else merging.read()
     text, html = document.write(found, out)
     print(f"{report.operations(found)}\n\n{report.measured(found)}\n\nreport {text}, with pictures {html}")
 
@@ -298,7 +303,7 @@ def compare_command(
     tolerance: Annotated[float, typer.Option(help="Allowed change; 0.2 allows 1.2 times as long.")] = 0.2,
 ) -> None:
     """Lists the calls that became slower or faster beyond the tolerance; the status is 1 if any became slower."""
-    old, new = map(ledger.load, (before, after))
+    old, new = map(_result, (before, after))
     if old["device"] != new["device"]:
         raise typer.BadParameter(f"expected two results of one device; got {old['device']} and {new['device']}")
     found = compare.changes(old, new)
@@ -306,6 +311,15 @@ def compare_command(
     rows = [(*each.figure, f"{each.before:.3g}", f"{each.after:.3g}", f"x{each.slowdown:.2f}") for each in notable]
     print_table(f"{len(notable)} of {len(found)} figures changed", (*compare.KEY, "before", "after", "takes"), rows)
     raise typer.Exit(1 if any(each.slowdown > 1 for each in notable) else 0)
+
+
+def _result(path: Path) -> ledger.Result:
+    try:
+        return ledger.load(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise typer.BadParameter(f"{path} is not a result: expected the JSON that `bench run` writes") from None
 
 
 def _describe_machine() -> None:
@@ -404,5 +418,13 @@ def exchange_command(
     console.print(exchange_model.__doc__, soft_wrap=True)
 
 
+def main() -> None:
+    try:
+        app()
+    except BackendError as error:  # a backend that the command needs is not built
+        console.print(f"bench: {error}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app()
+    main()

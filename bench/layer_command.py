@@ -46,6 +46,7 @@ def layer_command(
     backend: Annotated[str | None, typer.Option(help=f"{', '.join(KERNELS)}. Default: the automatic choice.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's number.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Sampling time of each line.")] = 0.5,
+    predict_only: Annotated[bool, typer.Option("--predict-only", help="Measure nothing.")] = False,
     out: Annotated[Path | None, typer.Option(help="A folder for layer.json and the roofline, layer.png.")] = None,
 ) -> None:
     """Measures a layer of experts and each of its kernels at your sizes, beside PyTorch, with predictions for GPUs.
@@ -57,8 +58,8 @@ def layer_command(
     given |= {"activation": activation, "router": router}
     setting = _setting(given, model, dtype, routing, capacity, backend, threads)
     _describe(setting)
-    fits = setting.fits()
-    if not fits:
+    fits = not predict_only and setting.fits()
+    if not fits and not predict_only:
         console.print(f"[yellow]Only predicted: measuring would take about {setting.bytes / 2**30:.0f} GiB.")
     limits = _ceilings(setting) if fits else {}
     gpus = _gpus()
@@ -152,9 +153,7 @@ def _print(
     setting: layer.Setting, rows: Iterable[layer.Row], gpus: list[predict.Gpu], limits: measure.Ceilings
 ) -> None:
     rows = list(rows)
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title=rows[0].direction, title_justify="left"
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, title=rows[0].direction, title_justify="left")
     columns = [*(_measured(setting, rows[0].direction) if limits else ()), *(f"{gpu.name}*" for gpu in gpus)]
     table.add_column("", no_wrap=True)
     for name in columns:
@@ -197,7 +196,7 @@ def _cells(setting: layer.Setting, row: layer.Row, gpus: list[predict.Gpu]) -> d
     peers = found["peers"]
     if peers:
         eager = next((ratio for name, ratio in peers.items() if "loop" in name), next(iter(peers.values())))
-        cells |= {"x best": f"{min(peers.values()):.2f}", "x eager": f"{eager:.2f}"}
+        cells |= {"x best": _number(min(peers.values())), "x eager": _number(eager)}
     return cells
 
 

@@ -189,10 +189,15 @@ def _work(op: str, dtype: str, direction: str, size: tuple[tuple[str, Any], ...]
     return _flops(known, shape, kind, direction), known.least_bytes(shape, kind, direction)
 
 
+def sizes_of(made: Prediction) -> dict[str, Any]:
+    """The sizes of the call by name."""
+    return {name: _value(text) for name, _, text in (each.partition("=") for each in made.count["shape"].split())}
+
+
 def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Prediction]:
     """The prediction at other sizes, in a list; empty if the call has none of them."""
     count = made.count
-    old = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
+    old = sizes_of(made)
     if not size.keys() & old.keys():
         return []
     new = {name: size.get(name, value) for name, value in old.items()}

@@ -58,7 +58,9 @@ def predict_command(
     found = predict.predict(chosen, merging.read(), ops=ops)
     found = [each for each in found if each.count["backend"] in kernels]
     if size:
-        found = [each for one in found for each in predict.resized(one, sizes(size), chosen)]
+        wanted = sizes(size)
+        known_words("--size", tuple(wanted), sorted({name for each in found for name in predict.sizes_of(each)}))
+        found = [each for one in found for each in predict.resized(one, wanted, chosen)]
     if json_file:
         json_file.write_text(json.dumps([predict.record(each, chosen) for each in found], indent=1) + "\n")
     title = f"PREDICTED, not measured: {predict.figures(chosen)}"

@@ -53,7 +53,7 @@ class Failed(Exception):
 def missing() -> str:
     """Why nothing can be measured here; empty if something can."""
     if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
+        return "transformers is not installed: pip install transformers"
     try:
         importlib.import_module("moe_kernels.integrations.transformers")
     except ImportError as error:

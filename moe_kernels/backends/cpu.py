@@ -18,7 +18,10 @@ from moe_kernels.sizes import words
 try:
     module: Any = import_module("moe_kernels._cpu")  # the error of a "from" import would name a path
 except ImportError as error:
-    message = f"the CPU extension is not built or does not load ({error}); run pip install . in the checkout"
+    message = (
+        f"the CPU extension is not built or does not load ({error}); run pip install -e . in the checkout, or "
+        "pip install . there and Python in another folder"
+    )
     raise ImportError(message) from None
 
 device_type = "cpu"

@@ -20,8 +20,10 @@ from tests.helpers.planted import plant
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
+from bench import __main__ as command
 from bench import checks, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
 from bench.entry import DIRECTIONS
+from moe_kernels import backends
 from moe_kernels.verify import Row, relative_error, verify
 from tests.helpers.bench import ENTRY, PEER, ROW, SHAPE, run
 
@@ -199,11 +201,26 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert "<td>R=4 N=100 p=0.5</td>" in html
 
 
-@pytest.mark.parametrize("arguments", [("exchange", "--size", "a,b"), ("profile", "--op", "kwta", "--shape", -99)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("exchange", "--size", "a,b"),
+        ("profile", "--op", "kwta", "--shape", -99),
+        ("predict", "--op", "kwta", "--size", "Q=4"),
+    ],
+)
 def test_an_option_of_no_meaning_is_named(arguments) -> None:
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert arguments[-2] in done.output
+
+
+@pytest.mark.parametrize("name", ["run", "verify"])
+@pytest.mark.parametrize("option", ["--op", "--backend"])
+def test_a_wrong_name_leaves_no_result(tmp_path, name, option) -> None:
+    done = run(name, option, "kwtaa", "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["run", "verify"])
@@ -422,3 +439,13 @@ def test_a_job_without_time_is_reported() -> None:
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
     (found,) = measure.run([job], {}, 0.1, until=time.monotonic() - 1)
     assert (found.figures, found.left_out) == ([], [f"{job}: out of time"])
+
+
+def test_a_backend_that_is_not_built_ends_in_one_line(monkeypatch, capsys) -> None:
+    def raises() -> None:
+        raise backends.BackendError("kwta: backend 'cpu' cannot run here")
+
+    monkeypatch.setattr(command, "app", raises)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert (ended.value.code, capsys.readouterr().out) == (2, "bench: kwta: backend 'cpu' cannot run here\n")

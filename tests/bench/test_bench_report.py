@@ -322,6 +322,16 @@ def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status:
     assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
 
 
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_file_that_is_no_result_is_named(tree: Path, command: str) -> None:
+    other = tree / "other.json"
+    other.write_text("{}")
+    for path, words in ((tree / "none.json", "No such file"), (other, "is not a result")):
+        done = run(command, path, *([path] if command == "compare" else []))
+        said = " ".join(done.output.replace("│", " ").split())
+        assert (done.exit_code, words in said) == (2, True), said
+
+
 def test_compare_uses_memcpy_on_a_cpu_and_skips_figures_of_one_run(tree: Path) -> None:
     before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
     figures = after["entries"][0]["figures"]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from bench import __main__ as command
-from bench import layer, predict
+from bench import layer, layer_command, predict
 from bench.layer_models import MODELS, Sizes, of_model
 from bench.layer_peers import LAYERS
 
@@ -110,6 +110,28 @@ def test_what_does_not_fit_is_only_predicted(monkeypatch):
     assert status == 0
     assert "Only predicted" in output
     assert "x eager" not in output
+
+
+def test_nothing_is_measured_if_only_predictions_are_wanted(monkeypatch):
+    monkeypatch.setattr(layer.measure, "run", None)
+    monkeypatch.setattr(layer.measure, "ceilings", None)
+    status, output = run("--predict-only")
+    assert status == 0
+    assert "x eager" not in output
+    assert "A100*" in output
+
+
+def test_the_widest_cells_fit_into_the_table(capsys):
+    peers = {"torch loop over the experts": 1234.5, "torch bmm": 0.0123}
+    figure = {"us": 48410199, "gb_per_s": 0.0123, "ceiling_percent": 912.0, "gflop_per_s": 0.0123, "peak_mib": 12345.6}
+    predicted = dict.fromkeys(predict.REPORTED, (186599.0, "tensor"))
+    row = layer.Row("expert_mlp", "training", 1.7e13, 1, figure | {"peers": peers}, predicted)
+    layer_command._print(setting(), [row], [predict.GPUS[name] for name in predict.REPORTED], {"cpu": {}})
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for cell in ("48410199", "0.0123", "912", "12346", "1234", "186599"):
+        assert cell in printed
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
