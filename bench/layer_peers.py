@@ -51,13 +51,16 @@ def _routed(layer: MoE, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor
 def loop(layer: MoE, x: Tensor, capacity: int | None = None) -> Tensor:
     """A product for each expert that has tokens; on a GPU the host waits for the tokens' numbers."""
     weights, experts = _routed(layer, x, capacity)
-    mlp, y = layer.experts, torch.zeros_like(x)
-    for e in range(mlp.num_experts):
+    mlp: Any = layer.experts
+    y, none = torch.zeros_like(x), [None] * mlp.num_experts
+    # unbind, whose gradient is one stack; indexing an expert would add E arrays of all experts' size in backward.
+    given = (none if each is None else each.unbind() for each in (mlp.w_in, mlp.b_in, mlp.w_out, mlp.b_out))
+    for e, (w_in, b_in, w_out, b_out) in enumerate(zip(*given, strict=True)):
         token, choice = (experts == e).nonzero(as_tuple=True)
-        pre = x[token] @ mlp.w_in[e]  # type: ignore[index]
-        pre = pre if mlp.b_in is None else pre + mlp.b_in[e]  # type: ignore[index]
-        out = activate(pre, mlp.activation) @ mlp.w_out[e]  # type: ignore[index]
-        out = out if mlp.b_out is None else out + mlp.b_out[e]  # type: ignore[index]
+        pre = x[token] @ w_in
+        pre = pre if b_in is None else pre + b_in
+        out = activate(pre, mlp.activation) @ w_out
+        out = out if b_out is None else out + b_out
         y = y.index_add(0, token, out * weights[token, choice, None].to(x.dtype))
     return y
 
