@@ -92,7 +92,7 @@ def import_optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"data: this set needs {package}: pip install {package} ({error})") from error
+        raise ImportError(f"data: this set needs {package}: pip install moe_kernels[bench] ({error})") from error
 
 
 def matlab(file: Path, *names: str) -> dict[str, Any]:
