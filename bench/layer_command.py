@@ -52,7 +52,7 @@ def layer_command(
     """Measures a layer of experts and each of its kernels at your sizes, beside PyTorch, with predictions for GPUs.
 
     Sizes that are not given are those of --model, or 2048 tokens, dim 256, hidden 512, 16 experts, 2 a token. If the
-    layer does not fit into memory, only the predictions are printed.
+    layer does not fit into memory, or with --predict-only, only the predictions are printed.
     """
     given: dict[str, Any] = {"tokens": tokens, "dim": dim, "hidden": hidden, "experts": experts, "k": k}
     given |= {"activation": activation, "router": router}
