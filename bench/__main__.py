@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 from bench import compare, document, exchange_model, ledger, measure, merging, report, tiles
 from bench import profile as profiling
 from bench import transformers as models
-from bench.console import console, print_table, sizes
+from bench.console import WIDTH, console, print_lines, print_table, sizes
 from bench.console import known_words as _known
 from bench.console import words as _words
 from bench.entry import DIRECTIONS
@@ -293,7 +294,16 @@ def report_command(
         return
     found = merging.merged(map(_result, results)) if results else merging.read()
     text, html = document.write(found, out)
-    print(f"{report.operations(found)}\n\n{report.measured(found)}\n\nreport {text}, with pictures {html}")
+    print_table("", report.OPERATIONS, _plain(report.operation_rows(found)), width=WIDTH)
+    for device, title, rows, missing in report.measured_tables(found):
+        print_table(f"{device}{title}", report.MEASURED, _plain(rows), width=WIDTH)
+        print_lines([missing] if missing else [])
+    print_lines([f"report {text}, with pictures {html}"])
+
+
+def _plain(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Cells of Markdown as text for a terminal."""
+    return [[cell.replace("`", "") for cell in row] for row in rows]
 
 
 @app.command("compare")

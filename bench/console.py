@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
+
+WIDTH = 100  # columns of tables whose cells wrap
+SILENT_SECONDS = 5  # between lines of progress in a file
 
 console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -43,8 +48,23 @@ def sizes(text: str | None) -> dict[str, int | float]:
     return found
 
 
+class _Lines(Progress):
+    """A progress that prints a line every few seconds, for output that is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(disable=True)
+        self._printed = time.monotonic()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if time.monotonic() > self._printed + SILENT_SECONDS:
+            task = self.tasks[task_id]
+            console.print(f"{task.description}, {task.completed:g} of {task.total:g}", highlight=False)
+            self._printed = time.monotonic()
+
+
 def progress() -> Progress:
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    return Progress(console=console, transient=True) if console.is_terminal else _Lines()
 
 
 def print_lines(lines: Iterable[str]) -> None:

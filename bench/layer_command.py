@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import layer, measure, predict
-from bench.console import console
+from bench import layer, measure, predict, report
+from bench.console import WIDTH, console
 from bench.layer_models import MODELS, ROUTERS, Sizes, of_model
 from bench.shapes import ROUTINGS
 from moe_kernels import info
@@ -25,7 +25,6 @@ from moe_kernels.info import placement
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS
 from moe_kernels.verify import KERNELS, dtype_name
 
-WIDTH = 100  # columns of the tables
 Size = Annotated[int | None, typer.Option(min=1)]
 
 
@@ -73,7 +72,7 @@ def layer_command(
                 console.print(f"{row.direction} {row.step}: {_us(row)} us", highlight=False)
     for direction in layer.DIRECTIONS:
         _print(setting, [row for row in rows if row.direction == direction], gpus, limits)
-    _legend(setting, limits)
+    _legend(setting, limits, rows)
     _remarks(rows)
     if out is not None:
         _write(out, setting, rows, limits)
@@ -179,7 +178,7 @@ def _cells(setting: layer.Setting, row: layer.Row, gpus: list[predict.Gpu]) -> d
     if found is None:
         return {"us": "-"}
     cells = {
-        "us": _number(found["us"]),
+        "us": _number(found["us"]) + "!" * report.unsteady(found),
         "Mtok/s": _number(setting.sizes.tokens / found["us"]),
         "GB/s": _number(found["gb_per_s"]),
         "% ceil": f"{found['ceiling_percent']:.0f}",
@@ -215,7 +214,7 @@ def _us(row: layer.Row) -> str:
     return _number(row.figure["us"]) if row.figure else "not measured"
 
 
-def _legend(setting: layer.Setting, limits: measure.Ceilings) -> None:
+def _legend(setting: layer.Setting, limits: measure.Ceilings, rows: Iterable[layer.Row]) -> None:
     lines = [
         "* predicted, not measured: least us by counted instructions, bytes and FLOPs"
         + (", in bfloat16." if setting.dtype == torch.float32 else ".")
@@ -227,6 +226,8 @@ def _legend(setting: layer.Setting, limits: measure.Ceilings) -> None:
             "x best, x eager: times as fast as the best PyTorch code here, and as a loop over the experts.",
             *lines,
         ]
+    if any(row.figure and report.unsteady(row.figure) for row in rows):
+        lines.insert(0, f"!: the samples differ by over {report.UNSTEADY:g} times: the machine was busy; run again.")
     for line in lines:
         console.print(line, highlight=False, width=WIDTH)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from bench import counting, ledger, merging, predict
-from bench.console import console, known_words, print_table, sizes, words
+from bench.console import WIDTH, console, known_words, print_lines, print_table, sizes, words
 
 Several = Annotated[
     list[str] | None, typer.Option(help="Repeat the option, or separate values with commas. Default: all.")
@@ -68,9 +69,13 @@ def predict_command(
         print_table(title, predict.HEADER, predict.rows(found))
         console.print(predict.HOW)
         return
-    console.print(title, soft_wrap=True, highlight=False)
-    print_table("", predict.CALLS, predict.calls(found), width=100)
+    print_lines(textwrap.wrap(title, WIDTH))
+    print_table("", predict.CALLS, predict.calls(found), width=WIDTH)
     console.print("Least times; --all prints every launch, its counts and how they are made.")
+    if any(each.count["operation"] == "expert_mlp" for each in found):
+        console.print(
+            "expert_mlp is counted with gelu. Others: python -m bench layer --activation swiglu --predict-only"
+        )
 
 
 def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:

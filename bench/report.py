@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,22 @@ GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"
 
 
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
+    """`operation_rows` as a Markdown table."""
+    return markdown(OPERATIONS, operation_rows(results, root))
+
+
+OPERATIONS = ("operation", *NAMES)
+
+
+def operation_rows(results: list[ledger.Result], root: Path = ledger.ROOT) -> list[Sequence[str]]:
     """A row for each operation: the state of each backend, and how many times as fast as PyTorch it is."""
-    rows = [
+    return [
         (
             f"`{op}`",
             *(state + _ratios(op, each, results, root) + lacking(op, each) for each, state in by_backend.items()),
         )
         for op, by_backend in ledger.states(results, root).items()
     ]
-    return markdown(["operation", *NAMES], rows)
 
 
 def lacking(op: str, backend: str) -> str:
@@ -61,26 +68,34 @@ def _first_setting(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """A table for each device, with one row for each operation and backend.
+    """The parts of `measured_tables` as Markdown."""
+    parts = []
+    for device, title, rows, note in measured_tables(results, root):
+        parts += [f"**{device}**{title}", *[markdown(MEASURED, rows)] * bool(rows), *[note] * bool(note)]
+    return "\n\n".join(parts) or NOTHING
+
+
+MEASURED = ("operation", "backend", *(" ".join(column) for column in COLUMNS))
+NOTHING = "Nothing measured yet."
+
+
+def measured_tables(
+    results: list[ledger.Result], root: Path = ledger.ROOT
+) -> Iterator[tuple[str, str, list[Sequence[str]], str]]:
+    """For each device its name, the rest of a title, rows under MEASURED, and a line on what is stale or "".
 
     A cell has the range of `against_torch` over the shapes and, on a GPU, of the percentage of the ceiling. On a CPU
     only figures with the first measured number of threads are shown.
     """
-    parts = []
     for result in results:
         if not any(entry["figures"] for entry in result["entries"]):
             continue
         note = "" if result["gpu"] else " No GPU was there; ratios only."
-        part = [f"**{result['device']}**, {result['date']}: times as fast as PyTorch.{note}"]
         fresh = [entry for entry in result["entries"] if not ledger.is_stale(entry, root)]
-        rows = _device_rows(fresh)
-        if rows:
-            part.append(markdown(("operation", "backend", *(" ".join(column) for column in COLUMNS)), rows))
         stale = ledger.stale(result, root)
-        if stale:
-            part.append(f"Not shown, as sources changed since: {', '.join(stale)}.")
-        parts.append("\n\n".join(part))
-    return "\n\n".join(parts) or "Nothing measured yet."
+        missing = f"Not shown, as sources changed since: {', '.join(stale)}." if stale else ""
+        title = f", {result['date']}: times as fast as PyTorch.{note}"
+        yield result["device"], title, _device_rows(fresh), missing
 
 
 def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
@@ -129,7 +144,7 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
         on_gpu = setting == "cuda"
         numbers = [span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
         numbers.append(span([each["over_memcpy"] for each in figures]))
-        where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
+        where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(unsteady, figures)) else "")
         key = f"`{entry['operation']}`", entry["backend"], entry["dtype"], direction + where
         rows.append((*key, str(len(figures)), *numbers, peers))
     return rows
@@ -148,7 +163,7 @@ FIGURE_HEADER = (
 
 def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]:
     """A figure as text for a table, in the order of FIGURE_HEADER."""
-    busy = " !" if _unsteady(figure) else ""
+    busy = " !" if unsteady(figure) else ""
     spread = (
         f"{microseconds(figure['us'])} ({microseconds(figure['low_us'])} to {microseconds(figure['high_us'])}){busy}"
     )
@@ -164,7 +179,8 @@ def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]
     )
 
 
-def _unsteady(figure: dict[str, Any]) -> bool:
+def unsteady(figure: dict[str, Any]) -> bool:
+    """Whether the samples of a figure differ so much that the machine was busy."""
     return figure["high_us"] > UNSTEADY * figure["low_us"]
 
 

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import platform
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from moe_kernels import backends, ops
 from moe_kernels._version import __version__
 from moe_kernels.backends import _gpu
+
+WIDTH = 100  # columns of the text of `describe`
 
 
 class Placement(NamedTuple):
@@ -151,10 +154,19 @@ def describe() -> str:
         *((name, facts[name]) for name in ("python", "torch", "triton", "moe_kernels", "system")),
         *extensions(),
     ]
-    rows = []
+    described = "\n".join(_wrapped(f"{name:<12} {text}", 13) for name, text in lines)
+    rows, reasons = [], dict[str, list[str]]()
     for op in operations():
-        for backend in backends.NAMES:
-            device, reason = placement(op, backend)
-            rows.append((op, backend, "yes" if device else "no", f"on {device} tensors" if device else reason))
-    described = "\n".join(f"{name:<12} {text}" for name, text in lines)
-    return f"{described}\n\n{table(('operation', 'backend', 'runs here', 'where, or why not'), rows)}"
+        found = {name: placement(op, name) for name in backends.NAMES}
+        rows.append((op, *(each.device or "no" for each in found.values())))
+        for name, (_, reason) in found.items():
+            if reason:
+                start = "" if reason.startswith(name) else f"{name}: "
+                reasons.setdefault(start + reason.removesuffix(f" {op}"), []).append(op)
+    placed = f"The tensors on which a backend runs here:\n\n{table(('operation', *backends.NAMES), rows)}"
+    notes = [_wrapped(f"{reason}: {', '.join(ops)}", 2) for reason, ops in reasons.items()]
+    return "\n\n".join([described, placed, *["\n".join(["Why not:", *notes])] * bool(notes)])
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

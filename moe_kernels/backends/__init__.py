@@ -372,7 +372,8 @@ def candidates(op: str, target: str, dtype: torch.dtype, sizes: dict[str, int] |
 def explain(op: str, *args: object) -> list[Candidate]:
     """Prints and returns, for every backend, whether it can run `op` on these arguments, and if not, why.
 
-    In the printed table an arrow marks the backend that a call without `backend=` would choose now.
+    In the printed table an arrow marks the backend that a call without `backend=` would choose now. The first line
+    names a backend that use_backend or MOE_KERNELS_BACKEND requests.
 
     Example:
         >>> found = mk.explain("harden", torch.eye(2))
@@ -395,7 +396,8 @@ def explain(op: str, *args: object) -> list[Candidate]:
         chosen = choose(op, None, *sized)
     except BackendError:
         chosen = ""
-    print(f"{op}: backend, available, reason")
+    wanted = requested(None)
+    print(f"{op}: backend, available, reason" + (f"; {wanted} was requested" if wanted else ""))
     for name, available, reason in found:
         print(f"{'->' if name == chosen else '  '} {name:<10} {'yes' if available else 'no':<4} {reason}".rstrip())
     return found

@@ -68,6 +68,16 @@ class Experts(nn.Module):
         refuse_random(type(self).__name__, f"dropout={self.dropout:g}")
         return F.dropout(y, self.dropout)
 
+    def _cast(self, x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+        """x and the parameters, after autocast; raises TypeError unless they have one dtype then."""
+        found = as_autocast(x, *parameters)
+        if found[0].dtype != found[1].dtype:
+            raise TypeError(
+                f"{type(self).__name__}: x must have the dtype of the parameters, {found[1].dtype}; got "
+                f"{found[0].dtype}; convert x or the layer with .to(dtype), or call the layer in torch.autocast"
+            )
+        return found
+
     def _own(self, *names: str) -> tuple[Any, ...]:
         """The parameters with these names; if they are sharded, the part for this process's experts."""
         parameters = tuple(getattr(self, name) for name in names)
@@ -149,7 +159,7 @@ class ExpertLayer(Experts):
             linear_init_(each, self.weight.shape[1], generator)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        x, weight, bias = as_autocast(x, *self._own("weight", "bias"))
+        x, weight, bias = self._cast(x, *self._own("weight", "bias"))
         named = {"bias": bias, "row_token": plan.row_token, "backend": self.backend}
         return grouped_gemm(x, weight, plan.expert_offsets, activation=self.activation, **named)
 
@@ -203,7 +213,7 @@ class ExpertMLP(Experts):
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend
-        x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
+        x, w_in, w_out, b_in, b_out = self._cast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         hidden = grouped_gemm(
             x, w_in, offsets, bias=b_in, activation=self.activation, row_token=plan.row_token, backend=backend
         )
@@ -226,7 +236,7 @@ class ExpertMLP(Experts):
         if self.exchange is not None or (differentiated and is_batch_invariant()):
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return self._apply_dropout(y)
-        x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
+        x, w_in, w_out, b_in, b_out = self._cast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         named = {"weights": weights, "b_in": b_in, "b_out": b_out, "backend": self.backend}
         return self._apply_dropout(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
 
@@ -239,7 +249,7 @@ class ExpertMLP(Experts):
 
     def own_norms(self, x: Tensor, winners: int | None = None) -> Tensor:
         """The columns of `norms` for this process's experts."""
-        x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
+        x, w_in, w_out, b_in, b_out = self._cast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         named: dict[str, Any] = {"activation": self.activation, "winners": winners, "backend": self.backend}
         norms = expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, **named)
         return norms.to(self.w_in.dtype)

@@ -6,13 +6,14 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from bench import compare, document, ledger, merging, plot, report, summary
-from bench.console import console, print_lines, print_table
+from bench.console import console, print_lines, print_table, progress
 from moe_kernels.backends import NAMES
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
@@ -446,6 +447,28 @@ def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, mon
     output = printed.get().splitlines()
     assert max(map(len, output)) <= 100
     assert len(output) == 1 + 5 + 3  # title, a table of one row, three lines
+
+
+@pytest.mark.parametrize("command", [("predict",), ("predict", "--gpu", "H100", "--op", "expert_mlp"), ("report",)])
+def test_tables_of_a_terminal_have_100_columns(command: tuple[str, ...], tmp_path: Path) -> None:
+    out = ("--out", tmp_path) if command == ("report",) else ()
+    done = run(*command, *out)
+    assert done.exit_code == 0
+    lines = [line for line in done.output.splitlines() if str(tmp_path) not in line]
+    assert len(lines) > 5
+    assert max(map(len, lines)) <= 100
+    assert not any("…" in line or "`" in line for line in lines)
+
+
+def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("bench.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with console.capture() as printed, progress() as bar:
+        task = bar.add_task("measuring", total=4)
+        for seconds in (1, 6, 7, 12):
+            now[0] = seconds
+            bar.update(task, advance=1, description=f"kwta {seconds}")
+    assert printed.get().splitlines() == ["kwta 6, 2 of 4", "kwta 12, 4 of 4"]
 
 
 def test_sources_are_found_in_every_folder():

@@ -124,14 +124,24 @@ def test_nothing_is_measured_if_only_predictions_are_wanted(monkeypatch):
 def test_the_widest_cells_fit_into_the_table(capsys):
     peers = {"torch loop over the experts": 1234.5, "torch bmm": 0.0123}
     figure = {"us": 48410199, "gb_per_s": 0.0123, "ceiling_percent": 912.0, "gflop_per_s": 0.0123, "peak_mib": 12345.6}
+    figure |= {"low_us": 1.0, "high_us": 48410199.0}
     predicted = dict.fromkeys(predict.REPORTED, (186599.0, "tensor"))
     row = layer.Row("expert_mlp", "training", 1.7e13, 1, figure | {"peers": peers}, predicted)
     layer_command._print(setting(), [row], [predict.GPUS[name] for name in predict.REPORTED], {"cpu": {}})
     printed = capsys.readouterr().out
     assert "…" not in printed
-    for cell in ("48410199", "0.0123", "912", "12346", "1234", "186599"):
+    for cell in ("48410199!", "0.0123", "912", "12346", "1234", "186599"):
         assert cell in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("high_us", "busy"), [(19.0, False), (21.0, True)])
+def test_a_busy_machine_is_named(high_us, busy, capsys):
+    figure = {"us": 10.0, "low_us": 10.0, "high_us": high_us, "gb_per_s": 1.0, "ceiling_percent": 1.0, "peers": {}}
+    row = layer.Row("make_plan", "forward", 0, 1, figure)
+    layer_command._legend(setting(), {"cpu": {}}, [row])
+    assert ("the machine was busy" in capsys.readouterr().out) == busy
+    assert layer_command._cells(setting(), row, [])["us"] == "10!"[: 2 + busy]
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,16 @@ def test_what_a_layer_cannot_do_is_refused():
         MultiGateMoE([], ExpertMLP(2, 4, 4))
 
 
+@pytest.mark.parametrize("experts", [ExpertMLP(2, 4, 8), ExpertLayer(2, 4, 4)], ids=lambda each: type(each).__name__)
+def test_x_of_another_dtype_than_the_experts_is_refused(experts):
+    layer, x = MoE(TopKGate(4, 2, 1), experts), torch.randn(5, 4, dtype=torch.bfloat16)
+    expected = "x must have the dtype of the parameters, torch.float32; got torch.bfloat16; .* torch.autocast"
+    with pytest.raises(TypeError, match=f"{type(experts).__name__}: {expected}"):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).y.dtype == torch.bfloat16
+
+
 def test_tasks_share_a_permutation():
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)

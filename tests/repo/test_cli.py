@@ -38,8 +38,10 @@ def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pyt
     assert f"torch        {torch.__version__}" in text
     assert info.cpu_model() in text
     assert cpu.module.isas[cpu.isa] in text
-    for backend in backends.NAMES:
-        assert any(line.split()[:2] == ["kwta", backend] for line in text.splitlines())
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    assert rows["operation"] == list(backends.NAMES)
+    assert rows["kwta"][:2] == ["cpu", "cpu"]
+    assert max(map(len, text.splitlines())) <= info.WIDTH
 
 
 def test_info_lists_operations_in_another_operations_file() -> None:
@@ -48,8 +50,10 @@ def test_info_lists_operations_in_another_operations_file() -> None:
     assert set(verify.OPERATIONS) <= set(listed)
     for op in listed:
         assert backends.missing("reference", op) is None
-    assert re.search(r"^harden +triton +no +no Triton kernel$", info.describe(), re.MULTILINE)
-    assert re.search(r"^plan_priority +cuda +no +cuda does not implement plan_priority$", info.describe(), re.MULTILINE)
+    text = info.describe()
+    assert re.search(r"^harden +cpu +no +no +no$", text, re.MULTILINE)
+    assert "triton: no Triton kernel: harden" in text
+    assert re.search(r"^cuda does not implement: .*\bplan_priority\b", text, re.MULTILINE)
 
 
 def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,15 @@ def test_a_requested_backend_never_falls_back():
         pass
 
 
+def test_explain_names_the_requested_backend(capsys):
+    mk.explain("kwta", torch.randn(3))
+    assert "requested" not in capsys.readouterr().out
+    with mk.use_backend("reference"):
+        mk.explain("kwta", torch.randn(3))
+    printed = capsys.readouterr().out
+    assert printed.startswith("kwta: backend, available, reason; reference was requested\n-> reference")
+
+
 def test_explain_of_an_unknown_operation_is_an_error():
     with pytest.raises(ValueError, match=r"explain: op must be one that .* got 'kwtaa'"):
         mk.explain("kwtaa", torch.randn(3))
