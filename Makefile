@@ -3,6 +3,7 @@
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; QUICK=1 takes about four.
 # OUT=folder is for its results. It looks for a GPU before anything is installed.
 # make dist builds wheels and a source distribution for the Pythons 3.10 to 3.13 that it finds, and tries each.
+# make hub writes the layout of a kernel for the Hugging Face Hub into dist/hub.
 # make matrix runs tests with other versions of torch and Triton; MATRIX="--pair 2.13.0,3.6.0" with one pair.
 # make fuzz MINUTES=10 compares random calls of the operations with their definitions; then, for a time as long, it
 # calls the operators with wrong arguments.
@@ -20,7 +21,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist matrix build clean
+.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build clean
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -79,6 +80,9 @@ lint: $(READY)
 
 dist:
 	$(PYTHON) -m release.dist
+
+hub: $(READY)
+	$(RUN) -m release.hub
 
 matrix:
 	$(PYTHON) -m release.matrix --write $(MATRIX)

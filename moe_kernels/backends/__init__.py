@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from moe_kernels._names import DEFINITIONS
+
 KERNELS = ("cpu", "triton", "cuda")
 NAMES = ("reference", *KERNELS)
 
@@ -325,10 +327,10 @@ def load(name: str, op: str) -> ModuleType:
     name = plain(name)
     op = file_of(name, op)
     if name == "reference":
-        return importlib.import_module(f"python_ref.{op}")
+        return importlib.import_module(f"{DEFINITIONS}.{op}")
     if name != "triton":
-        return importlib.import_module(f"moe_kernels.backends.{name}")
-    module = f"moe_kernels.backends.triton.{op}"
+        return importlib.import_module(f"{__name__}.{name}")
+    module = f"{__name__}.triton.{op}"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 
 from moe_kernels import backends
+from moe_kernels._names import OPERATORS
 from moe_kernels.backends import MARK, plain
 from moe_kernels.ops import _flops
 from moe_kernels.sizes import fixed_order
 
-_library = torch.library.Library("moe_kernels", "DEF")
+_library = torch.library.Library(OPERATORS, "DEF")
 
 # The registered operators: operators.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
 operators = SimpleNamespace()
@@ -48,10 +49,10 @@ def define(
             into it. If `batched` is empty, torch.vmap raises TypeError.
     """
     name = schema[: schema.index("(")]
-    qualified = f"moe_kernels::{name}"
+    qualified = f"{OPERATORS}::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-    op = getattr(torch.ops.moe_kernels, name).default
+    op = getattr(getattr(torch.ops, OPERATORS), name).default
     names = [each.name for each in op._schema.arguments]
     backend = names.index("backend") if "backend" in names else None
     required = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,10 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == COUNTER else None
+        if fullname != COUNTER:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # a copy of this package may have a finder there
+        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in later)), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
