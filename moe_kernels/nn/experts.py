@@ -68,13 +68,15 @@ class Experts(nn.Module):
         refuse_random(type(self).__name__, f"dropout={self.dropout:g}")
         return F.dropout(y, self.dropout)
 
-    def _cast(self, x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    def _cast(self, x: Tensor, weight: Tensor, *more: Tensor | None) -> tuple[Any, ...]:
         """x and the parameters, after autocast; raises TypeError unless they have one dtype then."""
-        found = as_autocast(x, *parameters)
+        found = as_autocast(x, weight, *more)
         if found[0].dtype != found[1].dtype:
+            double = torch.float64 in (x.dtype, weight.dtype)
+            autocast = "; torch.autocast casts no float64" if double else ", or call the layer in torch.autocast"
             raise TypeError(
-                f"{type(self).__name__}: x must have the dtype of the parameters, {found[1].dtype}; got "
-                f"{found[0].dtype}; convert x or the layer with .to(dtype), or call the layer in torch.autocast"
+                f"{type(self).__name__}: x must have the dtype of the parameters, {weight.dtype}; got {x.dtype}; "
+                f"convert x or the layer with .to(dtype){autocast}"
             )
         return found
 
