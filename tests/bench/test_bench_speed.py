@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -317,6 +318,24 @@ def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Pat
     assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
     assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
+
+
+def test_proton_writes_the_file_that_is_named(monkeypatch, tmp_path: Path) -> None:
+    started = []
+
+    def finalize() -> None:
+        Path(f"{started[-1]}.hatchet").write_text("{}")
+
+    stub = ModuleType("triton.profiler")
+    stub.start, stub.finalize = started.append, finalize
+    stub.__spec__ = ModuleSpec("triton.profiler", None)
+    monkeypatch.setitem(sys.modules, "triton.profiler", stub)
+    monkeypatch.setattr("triton.profiler", stub, raising=False)
+    monkeypatch.chdir(tmp_path)
+    written = profile._proton(JOBS[0], tmp_path / "folder with results")
+    assert written.startswith("failed: ")  # there is no such folder
+    assert Path(profile._proton(JOBS[0], tmp_path)).parent == tmp_path
+    assert Path(profile._proton(JOBS[0], tmp_path)).is_file()
 
 
 def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:

@@ -7,6 +7,7 @@ import typer
 
 from bench import counting, measure, predict
 from bench.console import sizes
+from bench.registry import ENTRIES
 from moe_kernels.verify import Row
 
 
@@ -23,6 +24,13 @@ def test_operations_are_measured_at_the_given_sizes():
     jobs, _ = measure.plan(rows, measure.Request(dtypes=("float32",), size={"R": 64, "N": 1000}, curves=False))
     assert {(job.op, job.shape.get("N")) for job in jobs} == {("kwta", 1000), ("sinkhorn", None)}  # R: iterations
     assert all(job.shape["R"] == 64 for job in jobs)
+
+
+@pytest.mark.parametrize("op", ENTRIES)
+def test_the_sizes_of_a_shape_are_measured_as_they_are_given(op):
+    entry = ENTRIES[op]
+    for shape in (each for shapes in entry.shapes.values() for each in shapes):
+        assert {**entry.complete(shape, "cuda"), **shape} == entry.complete(shape, "cuda")
 
 
 @pytest.mark.parametrize("op", ["kwta", "expert_mlp", "tree_gate"])

@@ -359,7 +359,13 @@ def test_the_gate_of_gpt_oss_is_recognised_by_its_values():
         def _apply_gate(self, pre):
             return pre[..., ::2].clamp(max=self.limit) * pre[..., 1::2]
 
-    assert not mk_transformers._is_clamped(Other)
+    class ClampedAboveAlone:
+        def _apply_gate(self, pre):
+            gate, up = pre[..., ::2].clamp(max=self.limit), pre[..., 1::2].clamp(max=self.limit)
+            return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+    for kind in (Other, ClampedAboveAlone):
+        assert not mk_transformers._is_clamped(kind)
     assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
 
 

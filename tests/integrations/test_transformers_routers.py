@@ -264,6 +264,14 @@ def test_the_loss_of_routers_without_a_forward_is_an_error():
     model = model_of()
     with pytest.raises(RuntimeError, match="router_loss: a Router has no loss, as it has run no forward"):
         mk_transformers.router_loss(model)
+    out = model(torch.arange(6)[None])  # holds the losses
+    assert mk_transformers.router_loss(model) > 0
+    routers = [each for each in model.modules() if isinstance(each, mk_transformers.Router)]
+    assert len(routers) > 1
+    routers[-1]._loss = None  # as of a Router that has run no forward
+    assert out is not None
+    with pytest.raises(RuntimeError, match="router_loss: a Router has no loss"):
+        mk_transformers.router_loss(model)
     with pytest.raises(ValueError, match="router_loss: the model has no Router"):
         mk_transformers.router_loss(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="micro_batches must be at least 1"):

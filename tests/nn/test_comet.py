@@ -379,6 +379,15 @@ def test_scores_are_compared_in_their_own_dtype(dtype, scores_dtype, apart):
     assert torch.equal(layer(x, scores), layer(x) * torch.tensor([0.0, 1.0], dtype=dtype))
 
 
+def test_a_generator_draws_the_same_routing_again():
+    def draw(seed):
+        return FixedRouting((6, 5, 4), generator=torch.Generator().manual_seed(seed)).state_dict()
+
+    first, again, other = draw(1), draw(1), draw(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
 def test_routing_compares_in_the_dtype_of_its_weights():
     router = FixedRouting((1, 2, 2), 0.5, dtype=torch.float64)
     router.weight_1.copy_(torch.tensor([[1.0], [1.0 + 1e-10]], dtype=torch.float64))

@@ -152,6 +152,11 @@ def without(state, key):
             r"0.w1.weight must be 2-dimensional; got \(1, 5, 6\)",
         ),
         (lambda: convert.to_stacked({"w_in": torch.ones(1), "w_out": torch.ones(1)}), ValueError, "3 dimensions"),
+        (
+            lambda: convert.to_stacked({"w_in": torch.ones(1, 2, 4), "w_out": torch.ones(2, 2)}),
+            ValueError,
+            "w_out must have 3 dimensions",
+        ),
     ],
 )
 def test_mismatched_layouts_are_errors(call, error, words):

@@ -141,6 +141,17 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_pat
     assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_picture_of_a_search_has_the_trials_as_x(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots(squeeze=False)
+    monkeypatch.setattr(search, "write_picture", lambda path, draw, **size: draw(axes))
+    search._draw(tmp_path / "picture.png", {"tree": {1: 0.5, 4: 0.25}, "hash": {1: 0.75}})
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes[0, 0].lines}
+    assert lines == {"tree": ([1, 4], [0.5, 0.25]), "hash": ([1], [0.75])}
+
+
 def test_a_study_that_cannot_start_explains_why(capsys):
     assert main(["study", "utilisation", "--data", "/no/such/place"]) == 2
     assert capsys.readouterr().err.startswith("study: ")

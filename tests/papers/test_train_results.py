@@ -273,7 +273,13 @@ def test_the_rate_with_the_best_last_evaluation_is_chosen(kind, rate):
     """For an accuracy the best is the highest, for an error the lowest; NaN is the worst."""
     points, metric = blobs(), f"test {kind.METRIC}"
     runs = Comparison(kind(sides=("l1",), width=(8,)), Splits(points, points.train, points.test), 1, 0, None)
-    for lr, first, last in ((0.1, 0.8, 0.2), (0.2, 0.1, 0.6), (0.3, 0.9, 0.4), (0.4, 0.0, math.nan)):
+    for lr, first, last in (
+        (0.05, 0.3, math.nan),
+        (0.1, 0.8, 0.2),
+        (0.2, 0.1, 0.6),
+        (0.3, 0.9, 0.4),
+        (0.4, 0.0, math.nan),
+    ):
         rows = [{metric: first}, {metric: last}]
         runs.done[f"l1 at {lr}"] = report.History("l1", 0, lr, "tune", rows)
         runs.done[f"other at {lr}"] = report.History("other", 0, lr, "tune", [{metric: 9 * lr}])
