@@ -28,6 +28,8 @@ from python_ref.grouped_gemm import activate
 
 OPERATIONS = {"up": "grouped_gemm", "down": "grouped_gemm"}  # of a step, where its name is another
 DIRECTIONS = ("forward", "training")
+PEER_SECONDS = 2.0
+SLOW_PRODUCT = 5.0  # GFLOP/s of a thread; AVX2 alone gives ten times this in float32
 HELD = 4  # the layer's tensors, their gradients and what kernels keep, in units of weights and rows
 
 
@@ -99,6 +101,16 @@ class Row:
     figure: measure.Figure | None = None
     predicted: dict[str, tuple[float, str]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    product: float = 0.0  # GFLOP/s of torch's product, if it is so slow that PyTorch was left out
+
+
+def _slow_product(setting: Setting, limits: measure.Ceilings, work: float) -> float:
+    """GFLOP/s of torch's product in the setting's dtype if PyTorch would take over PEER_SECONDS a call because of it,
+    else 0. On a CPU without instructions for bfloat16 torch takes 10 to 100 times as long as in float32."""
+    if setting.device == "cuda":
+        return 0.0
+    speed = limits[measure.setting(setting.device, setting.threads)].get(dtype_name(setting.dtype), SLOW_PRODUCT / 10)
+    return speed if speed < SLOW_PRODUCT * setting.threads and work / speed / 1e9 > PEER_SECONDS else 0.0
 
 
 @cache
@@ -315,7 +327,8 @@ def run(setting: Setting, limits: measure.Ceilings, seconds: float, gpus: Iterab
         least = job.entry.least_bytes(job.shape, job.dtype, job.direction)
         row = Row(job.op, job.direction, flops(setting, job.op, job.direction), least)
         if limits:
-            (found,) = measure.run([job], limits, seconds, ("torch",))
+            row.product = _slow_product(setting, limits, row.flops)
+            (found,) = measure.run([job], limits, seconds, () if row.product else ("torch",))
             row.figure, row.remarks = next(iter(found.figures), None), found.left_out
             if row.figure and setting.device == "cuda":
                 row.figure["launches"] = _launches(job)

@@ -214,7 +214,7 @@ def _us(row: layer.Row) -> str:
     return _number(row.figure["us"]) if row.figure else "not measured"
 
 
-def _legend(setting: layer.Setting, limits: measure.Ceilings, rows: Iterable[layer.Row]) -> None:
+def _legend(setting: layer.Setting, limits: measure.Ceilings, rows: list[layer.Row]) -> None:
     lines = [
         "* predicted, not measured: least us by counted instructions, bytes and FLOPs"
         + (", in bfloat16." if setting.dtype == torch.float32 else ".")
@@ -228,6 +228,11 @@ def _legend(setting: layer.Setting, limits: measure.Ceilings, rows: Iterable[lay
         ]
     if any(row.figure and report.unsteady(row.figure) for row in rows):
         lines.insert(0, f"!: the samples differ by over {report.UNSTEADY:g} times: the machine was busy; run again.")
+    slow = [row.product for row in rows if row.product]
+    if slow:
+        speed = f"{slow[0]:.2g} GFLOP/s in {dtype_name(setting.dtype)}"
+        why = f"torch's product does {speed} on this CPU, so that a call would take over {layer.PEER_SECONDS:g} s"
+        lines.insert(0, f"PyTorch was left out of {len(slow)} lines: {why}.")
     for line in lines:
         console.print(line, highlight=False, width=WIDTH)
 

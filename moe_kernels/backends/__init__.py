@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -401,7 +402,8 @@ def explain(op: str, *args: object) -> list[Candidate]:
     wanted = requested(None)
     print(f"{op}: backend, available, reason" + (f"; {wanted} was requested" if wanted else ""))
     for name, available, reason in found:
-        print(f"{'->' if name == chosen else '  '} {name:<10} {'yes' if available else 'no':<4} {reason}".rstrip())
+        line = f"{'->' if name == chosen else '  '} {name:<10} {'yes' if available else 'no':<4} {reason}".rstrip()
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 19, break_long_words=False, break_on_hyphens=False))
     return found
 
 

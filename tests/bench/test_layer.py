@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from bench import __main__ as command
-from bench import layer, layer_command, predict
+from bench import layer, layer_command, measure, predict
 from bench.layer_models import MODELS, Sizes, of_model
 from bench.layer_peers import LAYERS
 
@@ -133,6 +133,27 @@ def test_the_widest_cells_fit_into_the_table(capsys):
     for cell in ("48410199!", "0.0123", "912", "12346", "1234", "186599"):
         assert cell in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("dtype", "speed", "work", "left_out"),
+    [
+        (torch.bfloat16, 0.5, 1.1e9, True),
+        (torch.bfloat16, 0.5, 0.9e9, False),  # under two seconds
+        (torch.bfloat16, 200.0, 1e12, False),  # slow because there is much to do
+        (torch.float16, None, 1.1e9, True),  # torch's product was not measured
+    ],
+)
+def test_pytorch_is_left_out_where_its_product_is_hopeless(dtype, speed, work, left_out, monkeypatch, capsys):
+    chosen = replace(setting(), dtype=dtype, threads=2)
+    limits = {"2 threads": {"copy": 9.0} | ({} if speed is None else {"bfloat16": speed})}
+    asked = []
+    monkeypatch.setattr(layer, "flops", lambda *args: work)
+    monkeypatch.setattr(measure, "run", lambda jobs, limits, seconds, peers: asked.append(peers) or [measure.Found()])
+    rows = list(layer.run(chosen, limits, 0.1, []))
+    assert set(asked) == {() if left_out else ("torch",)}
+    layer_command._legend(chosen, limits, rows)
+    assert ("PyTorch was left out" in capsys.readouterr().out) == left_out
 
 
 @pytest.mark.parametrize(("high_us", "busy"), [(19.0, False), (21.0, True)])
