@@ -41,6 +41,7 @@ app.command("layer")(layer_command)
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
+DRAWING = "drawing the report's pictures: up to half a minute"
 
 
 class Shapes(str, Enum):
@@ -102,7 +103,9 @@ def run_command(
     _exit_if_idle(run, backend)
     run.until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)
     run.measure()
-    run.print_paths(document.write([run.result()], out))
+    with console.status(DRAWING):
+        paths = document.write([run.result()], out)
+    run.print_paths(paths)
     _exit_if_failed(run)
 
 
@@ -293,7 +296,8 @@ def report_command(
         print("README.md and docs/measured.svg rewritten")
         return
     found = merging.merged(map(_result, results)) if results else merging.read()
-    text, html = document.write(found, out)
+    with console.status(DRAWING):
+        text, html = document.write(found, out)
     print_table("", report.OPERATIONS, _plain(report.operation_rows(found)), width=WIDTH)
     for device, title, rows, missing in report.measured_tables(found):
         print_table(f"{device}{title}", report.MEASURED, _plain(rows), width=WIDTH)

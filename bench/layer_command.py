@@ -64,7 +64,7 @@ def layer_command(
     gpus = _gpus()
     rows: list[layer.Row] = []
     began = time.monotonic()
-    with console.status("measuring") as status:
+    with console.status("measuring" if fits else "predicting: half a minute") as status:
         for row in layer.run(setting, limits, seconds, gpus):
             rows.append(row)
             status.update(f"{len(rows)} lines in {time.monotonic() - began:.0f} s; last: {row.step}, {row.direction}")

@@ -56,7 +56,8 @@ def predict_command(
     except counting.NoExecutor as error:
         console.print(str(error), soft_wrap=True)
         raise typer.Exit(2) from None
-    found = predict.predict(chosen, merging.read(), ops=ops)
+    with console.status("predicting: some seconds"):
+        found = predict.predict(chosen, merging.read(), ops=ops)
     found = [each for each in found if each.count["backend"] in kernels]
     if size:
         wanted = sizes(size)
