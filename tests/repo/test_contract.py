@@ -237,6 +237,7 @@ ROOMS = (
     ("python_ref",),
     (
         "moe_kernels._checkout",
+        "moe_kernels._names",
         "moe_kernels._pytree",
         "moe_kernels._version",
         "moe_kernels._visible_gpus",
