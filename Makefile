@@ -12,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
+# Tests that wait for a process or a time limit leave a core to one more of pytest's processes.
+WORKERS = $(shell echo $$(($(JOBS) + 1)))
 
 ifeq ($(VENV),0)
 RUN := $(PYTHON)
@@ -29,10 +31,10 @@ quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 QUICK_FILES = machine/test_ptx_counters.py repo/test_contract.py repo/test_examples.py repo/test_import.py
 
 quick: build
-	$(RUN) -m pytest -n $(JOBS) --dist worksteal --quick $(addprefix tests/,ops nn $(QUICK_FILES)) $(PYTEST)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal --quick $(addprefix tests/,ops nn $(QUICK_FILES)) $(PYTEST)
 
 test: build
-	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 bench: build
 	$(RUN) -m bench run --shapes quick --minutes 7
