@@ -80,6 +80,18 @@ def test_the_rule(recentre):
     assert torch.equal(model.gate.balance_bias, expected)
 
 
+def test_each_gate_is_compared_with_its_own_mean():
+    """Gates with 80 requests for 6 experts and with 120 for 3."""
+    gates = torch.nn.ModuleList([layer().gate, mnn.TopKGate(D, 3, 3, scores="sigmoid", balance_rate=0.1)])
+    for gate in gates:
+        gate(X)
+    gates[1].loads += torch.tensor([1.0, 0.0, -1.0])
+    expected = [gate.balance_rate * (gate.loads.mean() - gate.loads).sign() for gate in gates]
+    mnn.update_biases(gates)
+    assert expected[1].tolist() == pytest.approx([-0.1, 0, 0.1])
+    assert all(torch.equal(gate.balance_bias, each) for gate, each in zip(gates, expected, strict=True))
+
+
 def test_the_bias_balances_without_touching_weights():
     model, x = layer(rate=0.003), torch.randn(600, D)
     first = requests(model, x)

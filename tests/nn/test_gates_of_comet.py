@@ -69,6 +69,9 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
         gate.split_bias.zero_()
     x[7] = 0  # split logits of 0: the trees of token 7 are not saturated
     assert gate(x).dense
+    masked = gate(x, mask=torch.arange(50) != 7)
+    assert masked.weights.shape == (50, 2)
+    assert 3 <= masked.statistics["nodes_visited"] <= 4
     gate.gamma = 1e4
     assert gate(x).dense  # no tree is saturated
     assert gate.train()(x).dense

@@ -76,6 +76,23 @@ def test_a_competition_is_not_decided_twice(rate, own_coin):
     assert all(map(torch.equal, *found))
 
 
+def test_what_is_drawn_after_a_competition_is_drawn_again():
+    """The coin takes a number of torch's generator in the repeated forward too, so dropout keeps its masks."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        experts = mnn.ExpertMLP(E, D, 6)
+        layer = mnn.MoE(CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=0.5), experts, output="tensor")
+
+        def call(x, layer=layer):
+            return torch.nn.functional.dropout(layer(x), 0.5)
+
+        x = torch.randn(T, D, requires_grad=True)
+        (checkpoint(call, x, use_reentrant=False) if again else call(x)).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("kind", ["topk", "softmax", "random", "ensemble"])

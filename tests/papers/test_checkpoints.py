@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from moe_kernels.__main__ import main
 from moe_kernels.papers import train
-from moe_kernels.papers.train import checkpoint, lock, plotting
+from moe_kernels.papers.train import checkpoint, contents, lock, plotting
 from moe_kernels.papers.train.comparison import Comparison
 from tests.helpers.damage import damaged, on_small_disk
 from tests.helpers.small_sets import WORDS
@@ -353,6 +353,25 @@ def replace(state: dict, path: str, value: object) -> None:
         del state[last]
     else:
         state[last] = value
+
+
+def test_the_state_of_each_parameter_is_checked():
+    """Also behind one that never had a gradient, of which an optimiser keeps nothing."""
+    weights = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 4)]
+    optimiser = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for each in weights[1:]:
+        each.grad = torch.ones_like(each)
+    optimiser.step()
+    state = optimiser.state_dict()
+    assert set(state["state"]) == {1, 2}
+    contents.check_optimiser(optimiser, state)
+    for number in (1, 2):
+        with pytest.raises(
+            ValueError, match=rf"state of parameter {number}, momentum_buffer must be float32 \({number + 2},"
+        ):
+            contents.check_optimiser(
+                optimiser, state | {"state": state["state"] | {number: {"momentum_buffer": torch.zeros(5)}}}
+            )
 
 
 def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, monkeypatch):

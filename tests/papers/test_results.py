@@ -65,12 +65,14 @@ def test_figures_by_hand(tmp_path, capsys):
         f"smoe,1,final,0.1,1,1,2,4.0,5.0,5,0.1,{OLD}",
         f"smoe,1,final,0.1,2,2,1,3.9,4.5,3,0.1,{OLD}",
         f"smoe,0,tune,0.1,2,2,1,1.0,1.0,1,0.1,{OLD}",
+        f"smoe seed 2,2,running,0.1,1,1,2,9.0,9.0,1,0.1,{OLD}",
         f"fixed,0,final,0.1,2,2,1,3.0,3.6,1,0.1,{OLD}",
         f"fixed,1,final,0.1,2,2,1,3.0,4.9,1,0.1,{OLD}",
     )
     assert results.main([str(path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "competesmoe-small.csv: stale: 7 of 7 evaluations are of other code"
+    assert lines[0] == "competesmoe-small.csv: stale: 8 of 8 evaluations are of other code"
+    assert "smoe fixed" in lines  # the header, without the run that had not ended
     assert "test bits 4.0000 ± 0.7071 4.2500 ± 0.9192" in lines
     assert "entropy 1 2.0000 ± 1.4142 1.0000 ± 0.0000" in lines
     assert "fixed - smoe 2 0.2500 ± 0.2121 0.34" in lines

@@ -233,6 +233,15 @@ def test_a_summary_by_hand():
     assert "Added to the task's loss of a: l1 300." in report.legend([a, b])
 
 
+def test_further_columns_of_any_side_have_a_table():
+    runs = [history("a", 0, (1,)), history("b", 0, (2,))]
+    runs[1].rows[0]["test dropped"] = 0.25
+    found = report.tables(report.summarise(runs, "accuracy", ("test dropped", "test other")), "accuracy", 16)
+    further = [" ".join(line.split()) for line in found.split("\n\n")[1].splitlines()]
+    assert further[0] == "side dropped"
+    assert further[-2:] == ["a -", "b 0.2500"]
+
+
 def test_a_picture_has_the_mean_and_the_range_over_the_seeds(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
