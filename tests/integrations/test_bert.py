@@ -203,6 +203,7 @@ def test_masked_tokens(checkpoint, text):
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train
+    assert len(draw.unique(dim=0)) == len(draw) > 1  # other places in each window
     assert tokens.dtype == torch.int32
     assert (tokens[:, 0] == 2).all()
     assert (tokens[:, -1] == 3).all()

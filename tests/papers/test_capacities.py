@@ -21,14 +21,16 @@ def trained(side, steps=20, **changed):
     points = images()
     recipe = VMoE(sides=(side,), steps=steps, **SMALL | changed)
     run = Run(recipe, 0, Splits(points, points.train, points.test))
-    while run.step < steps - 1:
+    while run.step < run.steps - 1:
         run.take_step()
     return run
 
 
-def test_the_last_evaluation_is_at_every_capacity_and_in_every_order():
+@pytest.mark.parametrize("length", [{"steps": 20}, {"steps": 0, "epochs": 4}], ids=["steps", "epochs"])
+def test_the_last_evaluation_is_at_every_capacity_and_in_every_order(length):
     """Each column equals the accuracy of the same weights in a model whose policy has that capacity and order."""
-    run = trained("vmoe", capacity_eval=(2.0, 0.2, 0.5), group=2)
+    run = trained("vmoe", **length, capacity_eval=(2.0, 0.2, 0.5), group=2)
+    assert run.step > 0
     assert not any(" at " in name for name in run.evaluate())
     run.take_step()
     found = run.evaluate()

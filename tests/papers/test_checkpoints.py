@@ -217,12 +217,15 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(arguments, capsys, tmp_pa
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline()
-            assert train.run(arguments(*words)) == 2
-            printed = capsys.readouterr()
-            assert printed.out == ""
             expected = rf"another run is writing to {tmp_path}/run: process {holder.pid} on \S+, started 20\d\d-.*; "
-            assert re.fullmatch(rf"train: {expected}wait for its end or stop it, or give another --out\n", printed.err)
-            assert names(tmp_path / "run") == ["train.lock"]
+            for more in ([], ["--resume"]):
+                assert train.run(arguments(*words, *more)) == 2
+                printed = capsys.readouterr()
+                assert printed.out == ""
+                assert re.fullmatch(
+                    rf"train: {expected}wait for its end or stop it, or give another --out\n", printed.err
+                )
+                assert names(tmp_path / "run") == ["train.lock"]
         finally:
             holder.send_signal(signal.SIGKILL)
     assert names(tmp_path / "run") == ["train.lock"]  # its file is left, but not its lock

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from moe_kernels import backends
+from moe_kernels.nn import TopKGate
+from moe_kernels.nn.schedules import growing_k
 from moe_kernels.papers import data, recipes, train
 from moe_kernels.papers.models.comparison import MODELS
 from moe_kernels.papers.models.moe import MoEBlock
@@ -113,6 +115,20 @@ def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, name
         assert len(first) == len(inputs[0])
         assert first.isfinite().all()
         assert run["side"] == "thor" or torch.equal(first, last.detach())
+
+
+def test_a_model_has_what_the_step_of_its_evaluation_sets(arguments, tmp_path):
+    """SMoE-Dropout's k grows; the model of the best evaluation, not the last, has that step's."""
+    words = ("--check-steps", "0", "--steps", "8", "--sides", "dropout", "--out", str(tmp_path))
+    assert train.run(arguments("competesmoe", *words)) == 0
+    path, beside = tmp_path / "model-dropout-0.pt", tmp_path / "model-dropout-0.json"
+    facts, found = json.loads(beside.read_text()), []
+    for step in (1, 8):
+        beside.write_text(json.dumps(facts | {"step": step}))
+        loaded = train.load_model(path)
+        found.append({each.k for each in loaded.model.modules() if isinstance(each, TopKGate)})
+        assert found[-1] == {growing_k(step - 1, 8, loaded.recipe.k, loaded.recipe.experts)}
+    assert found[0] != found[1]
 
 
 def test_a_damaged_hostile_or_mismatched_model_is_an_error(arguments, tmp_path):
