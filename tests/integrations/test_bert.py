@@ -236,6 +236,17 @@ def test_windows_of_tokens(checkpoint):
     words = [5 + line % 7 for line in range(2 * bert.LINES + 1)]  # the tokenizer gets the lines in three calls
     found = bert.token_windows(checkpoint, "\n".join(WORDS[each] for each in words).encode(), 3)
     assert found[:, 1].tolist() == words
+    found = bert.token_windows(
+        checkpoint, "\n".join(WORDS[each] for each in words).encode(), 5
+    )  # 3 do not divide LINES
+    assert found[:, 1:-1].flatten().tolist() == words[: len(words) // 3 * 3]
+
+
+def test_a_checkpoint_in_16_bits_loads_in_float32(checkpoint, tmp_path):
+    model = transformers.BertForMaskedLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = bert.load(tmp_path)
+    assert {each.dtype for each in loaded.parameters()} == {torch.float32}
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):

@@ -110,6 +110,15 @@ def test_padding_reaches_routers(kind, policy, side):
         torch.testing.assert_close(got[name], each, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_any_number_but_0_marks_a_real_token():
+    """As numbers of packed documents do."""
+    model, (tokens, mask, positions), found = model_of(), padded("right"), []
+    for values in (mask, mask * torch.tensor([1, 2, 3])[:, None]):
+        out = model(tokens, attention_mask=values, position_ids=positions)
+        found.append((out.logits, mk_transformers.router_loss(model)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_one_sample_with_padding_is_the_sample(side):
     model = model_of(policy=TokenChoice(0.75))
@@ -449,6 +458,19 @@ def test_a_router_made_of_transformers_own_chooses_and_weighs_as_it(kind):
     order, expected_order = index.argsort(1), chosen.argsort(1)
     assert torch.equal(index.gather(1, order), chosen.gather(1, expected_order))
     torch.testing.assert_close(weights.gather(1, order), expected.gather(1, expected_order))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
+def test_options_come_before_what_a_router_of_transformers_says(kind):
+    options, name = ROUTERS[kind]
+    small = {"moe_intermediate_size": 24, "first_k_dense_replace": 0, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | small | options))
+    own = getattr(transformers.AutoModel.from_config(config).layers[0], name).gate
+    given = {"scale": 7.0, "balance_rate": 0.25} if kind == "deepseek_v3" else {"order": "softmax_topk"}
+    made = mk_transformers.Router.of(own, **given).gate
+    assert {each: getattr(made, each) for each in given} == given
+    own_values = mk_transformers.Router.of(own).gate
+    assert all(getattr(own_values, each) != value for each, value in given.items())
 
 
 def test_a_router_of_another_kind_is_refused():
