@@ -21,9 +21,10 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as command
-from bench import checks, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
-from bench.entry import DIRECTIONS
+from bench import checks, exchange, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
+from bench.entry import DIRECTIONS, entry
 from moe_kernels import backends
+from moe_kernels.cases.kwta import KWTA
 from moe_kernels.verify import Row, relative_error, verify
 from tests.helpers.bench import ENTRY, PEER, ROW, SHAPE, run
 
@@ -213,6 +214,20 @@ def test_an_option_of_no_meaning_is_named(arguments) -> None:
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert arguments[-2] in done.output
+
+
+def test_bytes_sent_and_predicted_have_one_unit(monkeypatch) -> None:
+    line = exchange.Line(2, "ours", 0.25, 0.5, 3_456_000, 3_456_000)
+    monkeypatch.setattr(exchange, "run", lambda ranks, size, seconds: [line])
+    done = run("exchange", "--ranks", 2, "--seconds", 1, "--predict", 8)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"2 +ours +0\.2500 +0\.5000 +3\.46 +3\.46\b", done.output.replace("│", " "))
+
+
+def test_an_entry_may_replace_what_follows_from_its_call() -> None:
+    found = entry(KWTA, {}, shapes={}, dtypes=(torch.float16,), directions=("forward",))
+    assert (found.dtypes, found.directions) == ((torch.float16,), ("forward",))
+    assert torch.float16 in registry.ENTRIES["kwta"].dtypes
 
 
 @pytest.mark.parametrize("name", ["run", "verify"])

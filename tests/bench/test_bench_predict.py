@@ -253,6 +253,21 @@ def test_the_report_and_the_documentation_call_it_predicted():
     assert len(row) == 2  # triton and cuda
 
 
+def test_only_the_backends_that_were_executed_are_written(monkeypatch):
+    written = []
+    monkeypatch.setattr(counting, "verified", lambda ops, kernels: {"kwta": {key: {} for key in kernels}})
+    monkeypatch.setattr(ledger, "write_executed", lambda found, kernels=("all",): written.append((found, kernels)))
+    done = run("predict", "--op", "kwta", "--backend", "triton", "--verify")
+    assert done.exit_code == 0, done.output
+    assert written == [({"kwta": {"triton": {}}}, ("triton",))]
+
+
+def test_a_case_has_the_entry_of_its_operation():
+    of_others = {id(entry): op for op, entry in registry.ENTRIES.items()}
+    assert {case.operation for case in counting.cases()} >= set(registry.ENTRIES)
+    assert all(of_others.get(id(case.entry), case.operation) == case.operation for case in counting.cases())
+
+
 def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     assert ledger.state("kwta", "cuda", [], tree) == "never run on a GPU"
     found = {"kwta": {"cuda": {"date": "2026-11-23", "sources": ledger.digest("kwta", "cuda", tree)}}}

@@ -45,10 +45,10 @@ def test_the_layer_is_the_eager_one(peer, changes):
         assert not torch.allclose(expected, LAYERS[peer](module, x, None))  # something was dropped
 
 
-@pytest.mark.parametrize("router", ["topk_softmax", "sigmoid"])
+@pytest.mark.parametrize(("router", "factor"), [("topk_softmax", 1.25), ("sigmoid", 1.25), ("topk_softmax", 0.5)])
 @pytest.mark.parametrize("step", layer.steps(setting()))
-def test_peers_of_a_step_compute_the_step(step, router):
-    each = setting(factor=1.25, routing="zipf", activation="swiglu", router=router)
+def test_peers_of_a_step_compute_the_step(step, router, factor):
+    each = setting(factor=factor, routing="zipf", activation="swiglu", router=router)
     entry = layer.steps(each)[step]
     inputs = entry.inputs(each.shape, each.dtype, "cpu")
     for direction in entry.directions:
@@ -102,6 +102,15 @@ def test_the_command_prints_tables_of_100_columns_and_writes_what_it_measured(tm
     assert {row["step"] for row in saved["rows"]} == set(layer.steps(setting()))
     assert all(row["figure"]["us"] > 0 and row["predicted"]["A100"][0] > 0 for row in saved["rows"])
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_backend_that_only_an_interpreter_runs_is_refused(monkeypatch):
+    place = layer_command.placement("expert_mlp", "cpu", torch.float32)
+    assert place.device == "cpu"
+    monkeypatch.setattr(layer_command, "placement", lambda *given: place)
+    status, output = run("--backend", "triton", "--predict-only")
+    assert status == 2
+    assert "--backend triton cannot run here" in " ".join(output.replace("│", " ").split())
 
 
 def test_what_does_not_fit_is_only_predicted(monkeypatch):

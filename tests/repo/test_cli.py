@@ -19,6 +19,7 @@ import moe_kernels as mk
 from moe_kernels import backends, info, verify
 from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
+from moe_kernels.ops import grouped_gemm, kwta, plan, topk_gate
 from tests.helpers.planted import plant
 
 CPU_ONLY = ["verify", "--backend", "cpu", "--small"]
@@ -267,6 +268,24 @@ def test_cases_have_special_values_and_all_options() -> None:
     assert all(
         case.inputs["x"].shape[0] <= 4 and case.inputs["x"].shape[1] <= 512 for case in verify.cases("kwta", small=True)
     )
+
+
+OPTIONS = {
+    ("topk_gate", "order"): set(topk_gate.ORDERS),
+    ("topk_gate", "scores"): set(topk_gate.SCORES),
+    ("make_plan", "order"): set(plan.ORDERS),
+    ("kwta", "ties"): set(kwta.TIES),
+    ("grouped_gemm", "activation"): {None, *grouped_gemm.ACTIVATIONS},
+    ("expert_mlp", "activation"): {None, *grouped_gemm.ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize(("op", "option"), OPTIONS)
+def test_cases_have_every_value_of_an_option_and_say_which(op: str, option: str) -> None:
+    cases = [(case.name, case.inputs[option]) for case in verify.cases(op) if option in case.inputs]
+    assert {value for _, value in cases} == OPTIONS[op, option]
+    if option == "order":
+        assert all(value in name for name, value in cases)
 
 
 @pytest.mark.parametrize("op", ["grouped_gemm", "expert_mlp", "expert_norms"])
