@@ -17,7 +17,7 @@ import typer
 from bench import compare, document, exchange_model, ledger, measure, merging, report, tiles
 from bench import profile as profiling
 from bench import transformers as models
-from bench.console import WIDTH, console, print_lines, print_table, sizes
+from bench.console import WIDTH, console, print_lines, print_table, sizes, status
 from bench.console import known_words as _known
 from bench.console import words as _words
 from bench.entry import DIRECTIONS
@@ -103,7 +103,7 @@ def run_command(
     _exit_if_idle(run, backend)
     run.until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)
     run.measure()
-    with console.status(DRAWING):
+    with status(DRAWING):
         paths = document.write([run.result()], out)
     run.print_paths(paths)
     _exit_if_failed(run)
@@ -268,10 +268,11 @@ def transformers_command(
     machine, path = models.machine(device), models.new_file(out)
     console.print(f"{machine[0]}, transformers {machine[1]}, torch {machine[2]}; figures go to {path}", soft_wrap=True)
     found = []
-    for figure in models.run(seconds, device):
-        models.append(path, figure, machine)
-        console.print(models.line(figure), soft_wrap=True, highlight=False, markup=False)
-        found.append(figure)
+    with status("measuring"):
+        for figure in models.run(seconds, device):
+            models.append(path, figure, machine)
+            console.print(models.line(figure), highlight=False, markup=False, width=WIDTH)
+            found.append(figure)
     cells = list(map(models.cells, found))
     print_table(f"experts of transformers, {device}", models.HEADER[: len(cells[0])], cells)
     raise typer.Exit(1 if any(figure["us"] is None for figure in found) else 0)
@@ -296,7 +297,7 @@ def report_command(
         print("README.md and docs/measured.svg rewritten")
         return
     found = merging.merged(map(_result, results)) if results else merging.read()
-    with console.status(DRAWING):
+    with status(DRAWING):
         text, html = document.write(found, out)
     print_table("", report.OPERATIONS, _plain(report.operation_rows(found)), width=WIDTH)
     for device, title, rows, missing in report.measured_tables(found):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import typer
 from rich import box
@@ -48,19 +50,56 @@ def sizes(text: str | None) -> dict[str, int | float]:
     return found
 
 
+class _Beat:
+    """Prints what goes on every few seconds, for output that is no terminal."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self._began, self._ended = text, time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._print, daemon=True)
+
+    def __enter__(self) -> _Beat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def update(self, text: str) -> None:
+        self.text = text
+
+    def _print(self) -> None:
+        while not self._ended.wait(SILENT_SECONDS):
+            console.print(f"{self.text}; {time.monotonic() - self._began:.0f} s so far", highlight=False)
+
+
+class Status(Protocol):
+    def update(self, text: str) -> None: ...
+
+
+def status(text: str) -> AbstractContextManager[Status]:
+    """Says what goes on while the block runs: beside a spinner in a terminal, else a line every few seconds."""
+    return console.status(text) if console.is_terminal else _Beat(text)
+
+
 class _Lines(Progress):
-    """A progress that prints a line every few seconds, for output that is no terminal."""
+    """A progress whose state is printed every few seconds, for output that is no terminal."""
 
     def __init__(self) -> None:
         super().__init__(disable=True)
-        self._printed = time.monotonic()
+        self._beat = _Beat("beginning")
+
+    def __enter__(self) -> _Lines:
+        self._beat.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._beat.__exit__(*error)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
-        if time.monotonic() > self._printed + SILENT_SECONDS:
-            task = self.tasks[task_id]
-            console.print(f"{task.description}, {task.completed:g} of {task.total:g}", highlight=False)
-            self._printed = time.monotonic()
+        task = self.tasks[task_id]
+        self._beat.update(f"{task.description}, {task.completed:g} of {task.total:g}")
 
 
 def progress() -> Progress:

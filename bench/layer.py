@@ -372,9 +372,13 @@ def _launches(job: LayerJob) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events() or ())
 
 
+def predicted_dtype(setting: Setting) -> torch.dtype:
+    return torch.bfloat16 if setting.dtype == torch.float32 else setting.dtype
+
+
 def _predicted(gpu: predict.Gpu, setting: Setting, job: LayerJob) -> tuple[float, str]:
     """Least microseconds on a GPU, and what limits them. On a CPU in bfloat16, in which the counts are."""
-    half = replace(setting, dtype=torch.bfloat16) if setting.dtype == torch.float32 else setting
+    half = replace(setting, dtype=predicted_dtype(setting))
     entries = steps(half)
     parts: dict[str, tuple[str, ...]] = {"expert_mlp": ("up", "down", "combine")}
     parts["layer"] = ("router", "topk_gate", "make_plan", *parts["expert_mlp"])

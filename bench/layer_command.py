@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,13 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import layer, measure, predict, report
-from bench.console import WIDTH, console
+from bench.console import WIDTH, console, status
 from bench.layer_models import MODELS, ROUTERS, Sizes, of_model
 from bench.shapes import ROUTINGS
 from moe_kernels import info
 from moe_kernels.info import placement
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS
 from moe_kernels.verify import KERNELS, dtype_name
+
+BUSY = 0.1  # of the cores: above it other programs disturb the figures
 
 Size = Annotated[int | None, typer.Option(min=1)]
 
@@ -56,22 +59,28 @@ def layer_command(
     given: dict[str, Any] = {"tokens": tokens, "dim": dim, "hidden": hidden, "experts": experts, "k": k}
     given |= {"activation": activation, "router": router}
     setting = _setting(given, model, dtype, routing, capacity, backend, threads)
-    _describe(setting)
     fits = not predict_only and setting.fits()
+    _describe(setting, fits)
     if not fits and not predict_only:
         console.print(f"[yellow]Only predicted: measuring would take about {setting.bytes / 2**30:.0f} GiB.")
     limits = _ceilings(setting) if fits else {}
     gpus = _gpus()
     rows: list[layer.Row] = []
-    began = time.monotonic()
-    with console.status("measuring" if fits else "predicting: half a minute") as status:
+    began, used = time.monotonic(), _used_by_others()
+    count = len(layer.jobs(setting))
+    with status("measuring" if fits else "predicting: half a minute") as shown:
         for row in layer.run(setting, limits, seconds, gpus):
             rows.append(row)
-            status.update(f"{len(rows)} lines in {time.monotonic() - began:.0f} s; last: {row.step}, {row.direction}")
+            passed = f"{len(rows)} of {count} lines in {time.monotonic() - began:.0f} s"
+            shown.update(f"{passed}; last: {row.step}, {row.direction}")
             if not console.is_terminal and fits:
                 console.print(f"{row.direction} {row.step}: {_us(row)} us", highlight=False)
+    busy = (_used_by_others() - used) / (time.monotonic() - began) / (os.cpu_count() or 1) if fits else 0.0
     for direction in layer.DIRECTIONS:
         _print(setting, [row for row in rows if row.direction == direction], gpus, limits)
+    if busy > BUSY:
+        text = f"Other programs used {100 * busy:.0f} % of the cores meanwhile: run again when the machine is quiet."
+        console.print(text, highlight=False, width=WIDTH)
     _legend(setting, limits, rows)
     _remarks(rows)
     if out is not None:
@@ -127,14 +136,29 @@ def _gpus() -> list[predict.Gpu]:
     ]
 
 
-def _describe(setting: layer.Setting) -> None:
+def _used_by_others() -> float:
+    """Seconds of the cores that other processes have used since the machine started; 0 if the system does not say."""
+    try:
+        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, words)
+    own = os.times()
+    all_seconds = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return all_seconds - own.user - own.system - own.children_user - own.children_system
+
+
+def _describe(setting: layer.Setting, measured: bool) -> None:
     facts, each = info.machine(), setting.sizes
-    where = torch.cuda.get_device_name() if setting.device == "cuda" else f"{facts['cpu']}, {setting.threads} threads"
-    console.print(f"{where}; torch {facts['torch']}, Triton {facts['triton']}", highlight=False)
+    threads = f"{setting.threads} thread{'s' * (setting.threads > 1)}"
+    where = torch.cuda.get_device_name() if setting.device == "cuda" else f"{facts['cpu']}, {threads}"
+    if measured:
+        console.print(f"{where}; torch {facts['torch']}, Triton {facts['triton']}", highlight=False)
     limit = "" if setting.capacity is None else f", capacity {setting.capacity}"
     console.print(
         f"T {each.tokens} tokens, D {each.dim}, H {each.hidden}, E {each.experts} experts, K {each.k}{limit}; "
-        f"{each.activation}, {dtype_name(setting.dtype)}, {setting.routing} routing, {each.router}",
+        f"{each.activation}, {dtype_name(setting.dtype if measured else layer.predicted_dtype(setting))}, "
+        f"{setting.routing} routing, {each.router}",
         highlight=False,
     )
 
@@ -152,7 +176,13 @@ def _print(
     setting: layer.Setting, rows: Iterable[layer.Row], gpus: list[predict.Gpu], limits: measure.Ceilings
 ) -> None:
     rows = list(rows)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, title=rows[0].direction, title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+        title=rows[0].direction + ", us" * (not limits),
+        title_justify="left",
+    )
     columns = [*(_measured(setting, rows[0].direction) if limits else ()), *(f"{gpu.name}*" for gpu in gpus)]
     table.add_column("", no_wrap=True)
     for name in columns:
@@ -219,10 +249,14 @@ def _legend(setting: layer.Setting, limits: measure.Ceilings, rows: list[layer.R
         "* predicted, not measured: least us by counted instructions, bytes and FLOPs"
         + (", in bfloat16." if setting.dtype == torch.float32 else ".")
     ]
-    if limits:
+    steps = "up, down: grouped_gemm. expert_mlp: up, down and combine in one call. layer: nn.MoE and its router."
+    if not limits:
+        lines = [steps, *lines]
+    else:
         lines = [
-            "up, down: grouped_gemm. expert_mlp: up, down and combine in one call. layer: nn.MoE and its router.",
-            "GB/s counts the least bytes. % ceil: the least time at the ceilings, of the time taken.",
+            steps,
+            "GB/s counts the least bytes. % ceil: the least time at the ceilings, of the time taken; above 100 if",
+            "the inputs stay in a cache, or if a kernel beats torch's copy or product, which are the ceilings.",
             "x best, x eager: times as fast as the best PyTorch code here, and as a loop over the experts.",
             *lines,
         ]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from bench import counting, ledger, merging, predict
-from bench.console import WIDTH, console, known_words, print_lines, print_table, sizes, words
+from bench.console import WIDTH, console, known_words, print_lines, print_table, sizes, status, words
 
 Several = Annotated[
     list[str] | None, typer.Option(help="Repeat the option, or separate values with commas. Default: all.")
@@ -56,7 +56,7 @@ def predict_command(
     except counting.NoExecutor as error:
         console.print(str(error), soft_wrap=True)
         raise typer.Exit(2) from None
-    with console.status("predicting: some seconds"):
+    with status("predicting: some seconds"):
         found = predict.predict(chosen, merging.read(), ops=ops)
     found = [each for each in found if each.count["backend"] in kernels]
     if size:
@@ -81,7 +81,7 @@ def predict_command(
 
 def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:
     """A known GPU, with the given values in place of its own, or a new one with these values."""
-    base = predict.GPUS.get(name)
+    base = next((gpu for known, gpu in predict.GPUS.items() if name and name in (known, known.split()[-1])), None)
     given = {"multiprocessors": sms, "ghz": ghz, "gb_per_s": gb_per_s}
     try:
         peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}

@@ -45,7 +45,7 @@ def lacking(op: str, backend: str) -> str:
         return missing(backend, name) != f"{backend} does not implement {name}"
 
     names = [name for name, file in FILES.items() if file == op and not has(backend, name)]
-    found = [f"`{name}`" for name in names if any(has(other, name) for other in KERNELS)]
+    found = [f"`{name}`" for name in names if any(missing(other, name) is None for other in KERNELS)]
     return f"; no {', '.join(found)}" if found else ""
 
 

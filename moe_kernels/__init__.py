@@ -1,6 +1,6 @@
 """Kernels for mixtures of experts in Triton, CUDA and C++, with a definition in PyTorch for every operation."""
 
-from moe_kernels import _checkout
+from moe_kernels import _checkout, _numpy  # noqa: F401
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
 from moe_kernels.backends.invariance import batch_invariant

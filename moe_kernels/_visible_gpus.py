@@ -60,7 +60,7 @@ def main() -> int:
     if found:
         print("\n".join(found))
         return 0
-    print(f"no GPU that the CUDA driver shows: {reason}; `make bench` measures the CPU", file=sys.stderr)
+    print(f"no GPU that the CUDA driver shows; `make bench` measures the CPU\n({reason})", file=sys.stderr)
     return 2
 
 

@@ -155,12 +155,14 @@ def describe() -> str:
         *extensions(),
     ]
     described = "\n".join(_wrapped(f"{name:<12} {text}", 13) for name, text in lines)
-    rows, reasons = [], dict[str, list[str]]()
+    # The C++ backend has every operation that has kernels.
+    alone = [op for op in operations() if backends.missing("cpu", op) == f"cpu does not implement {op}"]
+    rows, reasons = [], {"a definition alone, without kernels": alone} if alone else dict[str, list[str]]()
     for op in operations():
         found = {name: placement(op, name) for name in backends.NAMES}
         rows.append((op, *(each.device or "no" for each in found.values())))
         for name, (_, reason) in found.items():
-            if reason:
+            if reason and op not in alone:
                 start = "" if reason.startswith(name) else f"{name}: "
                 reasons.setdefault(start + reason.removesuffix(f" {op}"), []).append(op)
     placed = f"The tensors on which a backend runs here:\n\n{table(('operation', *backends.NAMES), rows)}"

@@ -187,7 +187,7 @@ def relative(text: str, depth: int) -> str:
     for node in ast.walk(ast.parse(text)):
         written = ast.unparse(node) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)) else ""
         line = getattr(node, "lineno", 1) - 1
-        if written in ("from moe_kernels import _checkout", "_checkout.warn_if_hiding()"):
+        if written == "_checkout.warn_if_hiding()":
             lines[line] = ""
         elif isinstance(node, ast.Import) and any(_ours(each.name) for each in node.names):
             ((name, alias),) = ((each.name, each.asname) for each in node.names)
@@ -197,7 +197,7 @@ def relative(text: str, depth: int) -> str:
             lines[line] = lines[line].replace(written, f"from {_path(module, depth)} import {last} as {alias}")
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and _ours(node.module or ""):
             there = f"from {_path(node.module or '', depth)} import"
-            lines[line] = lines[line].replace(f"from {node.module} import", there, 1)
+            lines[line] = lines[line].replace(f"from {node.module} import", there, 1).replace(" _checkout,", "")
     return "".join(lines)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from bench import compare, document, ledger, merging, plot, report, summary
-from bench.console import console, print_lines, print_table, progress
+from bench.console import console, print_lines, print_table, progress, status
 from moe_kernels.backends import NAMES
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
@@ -461,14 +462,37 @@ def test_tables_of_a_terminal_have_100_columns(command: tuple[str, ...], tmp_pat
 
 
 def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("bench.console.time", SimpleNamespace(monotonic=lambda: now[0]))
-    with console.capture() as printed, progress() as bar:
+    """Also while a single job runs. Once the block has ended nothing is printed."""
+    lines: list[str] = []
+    monkeypatch.setattr("bench.console.SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(console, "print", lambda text, **options: lines.append(text))
+    with progress() as bar:
         task = bar.add_task("measuring", total=4)
-        for seconds in (1, 6, 7, 12):
-            now[0] = seconds
-            bar.update(task, advance=1, description=f"kwta {seconds}")
-    assert printed.get().splitlines() == ["kwta 6, 2 of 4", "kwta 12, 4 of 4"]
+        bar.update(task, advance=1, description="kwta")
+        wait_until(lambda: len(lines) >= 2)
+    assert all(re.fullmatch(r"kwta, 1 of 4; \d+ s so far", line) for line in lines)
+    with status("drawing") as shown:
+        shown.update("drawing more")
+        wait_until(lambda: "drawing more; 0 s so far" in lines)
+    count = len(lines)
+    time.sleep(0.2)
+    assert len(lines) == count
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_table_row_names_what_a_backend_lacks_of_what_another_has(monkeypatch) -> None:
+    """smooth_step, a definition alone, is lacking nowhere, also where Triton is not installed."""
+    original = report.missing
+    monkeypatch.setattr(
+        report, "missing", lambda name, op: "Triton is not installed" if name == "triton" else original(name, op)
+    )
+    assert not any("smooth_step" in report.lacking("tree_gate", name) for name in NAMES)
 
 
 def test_sources_are_found_in_every_folder():

@@ -238,6 +238,7 @@ ROOMS = (
     (
         "moe_kernels._checkout",
         "moe_kernels._names",
+        "moe_kernels._numpy",
         "moe_kernels._pytree",
         "moe_kernels._version",
         "moe_kernels._visible_gpus",

@@ -123,7 +123,7 @@ def test_a_project_for_kernel_builder(project: Path) -> None:
         ("from moe_kernels.ops.kwta import kwta\n", 2, "from ...ops.kwta import kwta\n"),
         ("    from python_ref.kwta import kwta as other\n", 1, "    from ..python_ref.kwta import kwta as other\n"),
         ("import python_ref.kwta as reference\n", 1, "from ..python_ref import kwta as reference\n"),
-        ("from moe_kernels import _checkout\n_checkout.warn_if_hiding()\n", 0, ""),
+        ("from moe_kernels import _checkout, x\n_checkout.warn_if_hiding()\n", 0, "from . import x\n"),
         ('"""from moe_kernels import ops"""\nimport torch\n', 0, '"""from moe_kernels import ops"""\nimport torch\n'),
     ],
 )

@@ -1,0 +1,8 @@
+"""Loads the part of torch that warns if numpy is missing, without the warning: nothing here needs numpy."""
+
+import importlib
+import warnings
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    importlib.import_module("torch._subclasses.functional_tensor")  # torch.library loads it anyway
