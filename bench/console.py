@@ -117,6 +117,8 @@ def print_table(
     """width: columns of a table without borders, whose cells wrap."""
     table = Table(*header, title=title, title_justify="left", box=box.SIMPLE_HEAD if width else box.HEAVY_HEAD)
     table.padding = (0, 0, 0, 1) if width else table.padding
+    for column in table.columns:
+        column.overflow = "fold"  # rich would cut a long name
     for row in rows:
         table.add_row(*row)
     (console if width is None else Console(width=width, file=console.file)).print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import pkgutil
 import platform
@@ -131,10 +132,34 @@ def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Plac
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    """Columns with two spaces between them. Where they need more than WIDTH characters, the header's cells wrap, and
+    columns that still do not fit follow in further tables, each with the first column."""
+    names, *lines = ([str(cell) for cell in row] for row in [header, *rows])
+    inside = [max((len(row[i]) for row in lines), default=1) for i in range(len(names))]
+    widths = [max(len(name), width) for name, width in zip(names, inside, strict=True)]
+    if _total(widths) > WIDTH:
+        widths = [max([width, *map(len, name.split())]) for name, width in zip(names, inside, strict=True)]
+    parts = [[0]]
+    for column in range(1, len(names)):
+        if len(parts[-1]) > 1 and _total([widths[i] for i in (*parts[-1], column)]) > WIDTH:
+            parts.append([0])
+        parts[-1].append(column)
+    shown = []
+    for part in parts:
+        of_part = [[row[i] for i in part] for row in (names, *lines)]
+        shown.append(_columns([widths[i] for i in part], *of_part))
+    return "\n\n".join(shown)
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _columns(widths: Sequence[int], names: Sequence[str], *lines: Sequence[str]) -> str:
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=True)]
+    shown: list[Sequence[str]] = [*itertools.zip_longest(*wrapped, fillvalue="")] or [names]
+    shown += [["-" * width for width in widths], *lines]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in shown)
 
 
 def describe() -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_kernels import backends
+from moe_kernels.__main__ import main
 from moe_kernels.nn import TopKGate
 from moe_kernels.nn.schedules import growing_k
 from moe_kernels.papers import data, recipes, train
@@ -87,6 +88,18 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
         assert run["rows"][-1][f"test {metric}"] is not None
         assert run["rows"][-1]["loss"] > 0
         assert run["flops"] > 0
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_help_and_tables_have_at_most_100_columns(arguments, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["train", name, "--help"])
+    assert train.run(arguments(name, "--check-steps", "0")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("usage:") for line in lines)
+    assert any(line.startswith("side ") for line in lines)
+    assert [line for line in lines if len(line) > 100 and not line.startswith("step ")] == []
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -57,6 +57,15 @@ def test_info_lists_operations_in_another_operations_file() -> None:
     assert re.search(r"^cuda does not implement: .*\bplan_priority\b", text, re.MULTILINE)
 
 
+def test_the_header_of_a_wide_table_wraps() -> None:
+    assert info.table(("a b", "c"), [("1", "2")]).splitlines() == ["a b  c", "---  -", "1    2"]
+    wide = info.table([f"a long name {i}" for i in range(10)], [range(10)]).splitlines()
+    assert max(map(len, wide)) <= info.WIDTH
+    assert wide[0].split() == ["a"] * 10
+    assert wide[-3].split() == [str(i) for i in range(10)]  # the header's last line
+    assert wide[-1].split() == [str(i) for i in range(10)]
+
+
 def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     unsupported(monkeypatch, "triton")
     assert info.placement("kwta", "triton") == (None, "no such device")

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from textwrap import shorten
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     except ValueError as error:
         parser.error(str(error))
     module = sys.modules[recipe.__module__]
-    parser.description = (
-        f"{module.__doc__}\nRecipes (default: {DEFAULT}; train NAME --help has the options of each):\n\n"
-    )
-    parser.description += "\n".join(_line_of(each) for each in recipes.names())
+    described = [fill(" ".join(each.split()), info.WIDTH) for each in (module.__doc__ or "").split("\n\n")]
+    lines = "\n".join(_line_of(each) for each in recipes.names())
+    described += [f"Recipes (default: {DEFAULT}; train NAME --help has the options of each):", lines]
+    parser.description = "\n\n".join(described)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def check_recipe(text: str) -> str:
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 def _line_of(name: str) -> str:
     """The first sentence of a recipe's file."""
     text = " ".join((sys.modules[recipes.find(name).__module__].__doc__ or "").split("\n\n")[0].split())
-    return f"  {name:<14} {shorten(text, 100 - 17, placeholder=' ...')}"
+    return f"  {name:<14} {shorten(text, info.WIDTH - 17, placeholder=' ...')}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,8 +217,8 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
     recipe, data = comparison.recipe, comparison.data
     scale = ("epochs", "steps", "rows", "eval_rows", "data")
     options = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in scale}
-    print(f"{args.recipe}: {settings(options)}")
-    print(_scale(comparison))
+    print(fill(f"{args.recipe}: {settings(options)}", info.WIDTH, subsequent_indent="  "))
+    print(fill(_scale(comparison), info.WIDTH, subsequent_indent="  "))
     several = "" if ranks is None else f", {ranks.size} ranks; {args.expert_parallel} share the experts"
     print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}{several}\n")
     agreements = _check(comparison, backend, ranks)
@@ -345,7 +345,10 @@ def add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: 
     choices = sides if field.name == "sides" else field.metadata["choices"]
     nargs = "+" if several or field.metadata["sweep"] else None
     text += "; several values are compared" * field.metadata["sweep"]
-    parser.add_argument(name, type=kind, default=default, choices=choices, nargs=nargs, help=text)
+    listed = choices and len(",".join(choices)) > 20  # too long for the line of usage
+    metavar = field.name.upper() if listed else None
+    text = f"of {', '.join(choices)}; {text}" if listed else text
+    parser.add_argument(name, type=kind, default=default, choices=choices, nargs=nargs, help=text, metavar=metavar)
 
 
 def within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,15 +152,15 @@ def tables(summaries: Sequence[Summary], metric: str, batch_size: int) -> str:
 def legend(summaries: Sequence[Summary]) -> str:
     """The meaning of columns of `tables`, and the regularisers of each side that has some."""
     lines = [
-        "Mean ± standard deviation over the seeds. experts, neurons or used: how many of them a test sample or token",
-        "uses on average; load: share of the samples or tokens that use an expert or neuron; dead: number that none",
-        "uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; ms/step is a median;",
-        "GFLOP/s counts a step as three predictions a sample.",
+        "Mean ± standard deviation over the seeds. experts, neurons or used: how many of them a test sample",
+        "or token uses on average; load: share of the samples or tokens that use an expert or neuron; dead:",
+        "number that none uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter;",
+        "ms/step is a median; GFLOP/s counts a step as three predictions a sample.",
     ]
     for each in summaries:
         if each.regularisers:
             named = ", ".join(f"{name} {value:.4g}" for name, value in each.regularisers.items())
-            lines.append(f"Added to the task's loss of {each.side}: {named}.")
+            lines.append(textwrap.fill(f"Added to the task's loss of {each.side}: {named}.", info.WIDTH))
     return "\n".join(lines)
 
 
