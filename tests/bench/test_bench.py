@@ -216,6 +216,13 @@ def test_an_option_of_no_meaning_is_named(arguments) -> None:
     assert arguments[-2] in done.output
 
 
+def test_measuring_ends_with_its_share_of_the_time(tiny: None, monkeypatch, tmp_path) -> None:
+    ends = []
+    monkeypatch.setattr(measure, "run", lambda jobs, limits, seconds, peers, until, worker: ends.append(until) or ())
+    runs.Run(tmp_path, measure.Request(), 0.1, time.monotonic() + 1000).measure(0.25)
+    assert ends[0] - time.monotonic() == pytest.approx(250, abs=20)
+
+
 def test_bytes_sent_and_predicted_have_one_unit(monkeypatch) -> None:
     line = exchange.Line(2, "ours", 0.25, 0.5, 3_456_000, 3_456_000)
     monkeypatch.setattr(exchange, "run", lambda ranks, size, seconds: [line])

@@ -110,6 +110,15 @@ def test_padding_reaches_routers(kind, policy, side):
         torch.testing.assert_close(got[name], each, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mask_of_a_forward_is_for_it_alone(training):
+    model, (tokens, mask, positions) = model_of().train(training), padded("right")
+    block, x = model.model.layers[0].mlp, torch.randn(1, 5, 32)
+    alone = block(x)
+    model(tokens, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(block(x), alone)
+
+
 def test_any_number_but_0_marks_a_real_token():
     """As numbers of packed documents do."""
     model, (tokens, mask, positions), found = model_of(), padded("right"), []
@@ -432,6 +441,10 @@ def test_classes_that_wrappers_make_for_a_forward_are_not_kept():
 
 
 ROUTERS = {
+    "deepseek_v3, weights as they are": (
+        {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
+        "mlp",
+    ),
     "deepseek_v3": ({"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, "mlp"),
     "glm4_moe": ({"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}, "mlp"),
     "qwen3_moe": (QWEN | {"norm_topk_prob": True}, "mlp"),
@@ -444,7 +457,7 @@ ROUTERS = {
 def test_a_router_made_of_transformers_own_chooses_and_weighs_as_it(kind):
     options, name = ROUTERS[kind]
     small = {"moe_intermediate_size": 24, "first_k_dense_replace": 0, "num_hidden_layers": 1}
-    config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | small | options))
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **(SIZES | LAYERS | small | options))
     model = transformers.AutoModel.from_config(config)
     own = getattr(model.layers[0], name).gate
     torch.manual_seed(1)

@@ -39,6 +39,7 @@ GROUPED = {
     "capacity": (mnn.TokenChoice(0.75, group=GROUP), mnn.TokenChoice(0.75)),
     "batch priority": (mnn.TokenChoice(1.0, priority="sum", group=GROUP), mnn.TokenChoice(1.0, priority="sum")),
     "expert choice": (mnn.ExpertChoice(1.5, group=GROUP), mnn.ExpertChoice(1.5)),
+    "expert choice, unequal": (mnn.ExpertChoice(4.0, group=GROUP), mnn.ExpertChoice(4.0)),  # two or three rows
     "one group": (mnn.ExpertChoice(1.5, group=T), mnn.ExpertChoice(1.5)),
 }
 
