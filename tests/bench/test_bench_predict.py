@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -154,6 +155,18 @@ def test_a_part_of_a_count_grows_with_the_experts_and_the_rest_with_the_tokens()
     assert more["bytes_read"] == 700 * 256
     with pytest.raises(RuntimeError, match="bench predict: k and k are not the same launch"):
         counting._extrapolated(one, two | {"threads": 256}, 16, 256)
+
+
+def test_a_count_is_extrapolated_from_two_calls(monkeypatch):
+    """To 16 times as many experts and 256 times as many tokens."""
+    shapes = {"T": 32, "E": 8}, {"T": 8192, "E": 128}
+    case = counting.Case("expert_mlp", registry.ENTRIES["expert_mlp"], shapes[1], shapes[0], ("T",), fixed="E")
+    found = {32: launched(bytes_read=700), 64: launched(bytes_read=800)}  # 600 of weights
+    monkeypatch.setattr(counting, "_launches", lambda case, *rest: ([found[case.counted_shape["T"]]], 9))
+    (launch,) = counting.count(case, "cuda", torch.bfloat16, "forward", None)["launches"]
+    assert launch["full"]["bytes_read"] == 600 * 16 + 100 * 256
+    (launch,) = counting.count(replace(case, fixed=""), "cuda", torch.bfloat16, "forward", None)["launches"]
+    assert launch["full"]["bytes_read"] == 700 * 256
 
 
 def test_counts_grow_by_the_named_sizes():
