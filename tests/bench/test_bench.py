@@ -324,6 +324,17 @@ esac
     ]
 
 
+def test_a_sanitizer_has_the_time_that_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which every look takes a second."""
+    given: list[float] = []
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=iter(range(1000)).__next__))
+    monkeypatch.setattr(checks.shutil, "which", lambda name: "compute-sanitizer")
+    monkeypatch.setattr(checks, "sanitizer_problem", lambda *given: "")
+    monkeypatch.setattr(checks, "run", lambda command, seconds, log, **environment: given.append(seconds) or "ok")
+    assert len(list(checks.sanitizers([("kwta", "cuda")], 100))) == len(checks.SANITIZERS)
+    assert sorted(given, reverse=True) == [99 - n for n in range(len(checks.SANITIZERS))]
+
+
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this runs the whole test suite")
 def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:

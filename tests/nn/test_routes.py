@@ -52,6 +52,23 @@ def test_a_record_holds_the_choices_by_name():
     assert len(routes["second.gate"]) == 2
 
 
+def test_the_outer_replay_goes_on_after_a_nested_one():
+    model, records, alone = layer(), [], []
+    for _ in range(2):
+        changed = other(model)
+        with mnn.record_routing(changed) as routes:
+            changed(X)
+        records.append(dict(routes))
+    for record in records:
+        with mnn.replay_routing(model, record):
+            alone.append(model(X))
+    assert not torch.equal(*alone)
+    with mnn.replay_routing(model, records[0]):
+        with mnn.replay_routing(model, records[1]):
+            assert torch.equal(model(X), alone[1])
+        assert torch.equal(model(X), alone[0])
+
+
 def test_wide_records_and_masked_rows():
     gate = mnn.TopKGate(D, 40_000, 1)
     with mnn.record_routing(gate) as routes:

@@ -164,6 +164,17 @@ def test_the_agreement_check_has_competitions_and_steps_without(text, rate, monk
     assert run.task.model.blocks.blocks[0].block.ffn.gate.rate.rate == rate
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_several_ranks_are_compared_with_one_process_on_every_backend(backend, monkeypatch):
+    checked = SimpleNamespace(steps=[], failed=[])
+    monkeypatch.setattr(train, "print_agreement", lambda *given: None)
+    monkeypatch.setattr(train, "check_agreement", lambda *given: checked)
+    ranks = SimpleNamespace(size=2, check=lambda variant, data: (variant, data, "ranks"))
+    comparison = SimpleNamespace(recipe=SimpleNamespace(check_steps=3), variants={"a": 1}, data="d", pair=lambda _: ())
+    assert train._check(comparison, backend, ranks) == {"a": (1, "d", "ranks")}
+    assert train._check(comparison, backend, None) == ({} if backend == "reference" else {"a": checked})
+
+
 def test_the_time_that_competitions_add(text, monkeypatch):
     """A clock on which a step takes 1 s and each competing layer 2 s more; evaluations report shares of their own."""
     now = itertools.count()
