@@ -91,7 +91,7 @@ matrix:
 
 build: $(READY)
 	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
-	$(RUN) setup.py --quiet build_ext --inplace
+	$(RUN) setup.py build_ext --inplace
 
 $(VENV)/ready: requirements-dev.txt
 	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes

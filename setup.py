@@ -192,7 +192,8 @@ class NinjaBuild(build_ext):
             lines += self.cuda(temp) if extension.name.endswith("_cuda") else self.cpu(temp)
         (temp / "build.ninja").write_text("\n".join(lines) + "\n")
         program = Path(ninja.BIN_DIR) / "ninja"
-        subprocess.run([program, "--quiet", "-C", temp, *(["-j", MAX_JOBS] if MAX_JOBS else [])], check=True)
+        options = ["--quiet"] * (not self.verbose) + (["-j", MAX_JOBS] if MAX_JOBS else [])
+        subprocess.run([program, *options, "-C", temp], check=True)
 
     def rules(self) -> list[str]:
         # Only modules read headers of Python: several Pythons can share the kernels' object files (release/dist.py).
@@ -204,8 +205,10 @@ class NinjaBuild(build_ext):
             "  command = $cxx $cxxflags $flags -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
+            "  description = compiling $in $flags",
             "rule link",
             "  command = $cxx -shared -fopenmp $in $libs -o $out",
+            "  description = linking $out",
         ]
 
     def cpu(self, temp: Path) -> list[str]:
@@ -235,6 +238,7 @@ class NinjaBuild(build_ext):
             f"  command = {nvcc} {flags} -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
+            "  description = compiling $in",
         ]
         module = temp / "cuda.module.o"
         flags = f"""$python -isystem {home}/include -DMOE_CUDA_ARCHITECTURES='"{";".join(archs)}"'"""

@@ -78,7 +78,9 @@ class Status(Protocol):
 
 
 def status(text: str) -> AbstractContextManager[Status]:
-    """Says what goes on while the block runs: beside a spinner in a terminal, else a line every few seconds."""
+    """Says what goes on while the block runs: beside a spinner in a terminal, else at once and every few seconds."""
+    if not console.is_terminal:
+        console.print(text, highlight=False)
     return console.status(text) if console.is_terminal else _Beat(text)
 
 
