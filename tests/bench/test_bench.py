@@ -21,7 +21,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as command
-from bench import checks, exchange, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
+from bench import checks, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
 from bench.entry import DIRECTIONS, entry
 from moe_kernels import backends
 from moe_kernels.cases.kwta import KWTA
@@ -224,6 +224,8 @@ def test_measuring_ends_with_its_share_of_the_time(tiny: None, monkeypatch, tmp_
 
 
 def test_bytes_sent_and_predicted_have_one_unit(monkeypatch) -> None:
+    from bench import exchange  # imports torch.distributed.tensor, slowly
+
     line = exchange.Line(2, "ours", 0.25, 0.5, 3_456_000, 3_456_000)
     monkeypatch.setattr(exchange, "run", lambda ranks, size, seconds: [line])
     done = run("exchange", "--ranks", 2, "--seconds", 1, "--predict", 8)

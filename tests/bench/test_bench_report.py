@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from bench import compare, document, ledger, merging, plot, report, summary
-from bench.console import console, print_lines, print_table, progress, status
+from bench.console import console, print_lines, print_table
 from moe_kernels.backends import NAMES
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
@@ -459,31 +457,6 @@ def test_tables_of_a_terminal_have_100_columns(command: tuple[str, ...], tmp_pat
     assert len(lines) > 5
     assert max(map(len, lines)) <= 100
     assert not any("…" in line or "`" in line for line in lines)
-
-
-def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch) -> None:
-    """Also while a single job runs. Once the block has ended nothing is printed."""
-    lines: list[str] = []
-    monkeypatch.setattr("bench.console.SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(console, "print", lambda text, **options: lines.append(text))
-    with progress() as bar:
-        task = bar.add_task("measuring", total=4)
-        bar.update(task, advance=1, description="kwta")
-        wait_until(lambda: len(lines) >= 2)
-    assert all(re.fullmatch(r"kwta, 1 of 4; \d+ s so far", line) for line in lines)
-    with status("drawing") as shown:
-        shown.update("drawing more")
-        wait_until(lambda: "drawing more; 0 s so far" in lines)
-    count = len(lines)
-    time.sleep(0.2)
-    assert len(lines) == count
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_table_row_names_what_a_backend_lacks_of_what_another_has(monkeypatch) -> None:

@@ -234,11 +234,9 @@ def test_windows_of_tokens(checkpoint):
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
     assert bert.token_windows(checkpoint, b"the cat " * 15, 32).shape == (1, 32)  # as long as the positions
     words = [5 + line % 7 for line in range(2 * bert.LINES + 1)]  # the tokenizer gets the lines in three calls
-    found = bert.token_windows(checkpoint, "\n".join(WORDS[each] for each in words).encode(), 3)
-    assert found[:, 1].tolist() == words
-    found = bert.token_windows(
-        checkpoint, "\n".join(WORDS[each] for each in words).encode(), 5
-    )  # 3 do not divide LINES
+    text = "\n".join(WORDS[each] for each in words).encode()
+    assert bert.token_windows(checkpoint, text, 3)[:, 1].tolist() == words
+    found = bert.token_windows(checkpoint, text, 5)  # 3 words a window, which do not divide LINES
     assert found[:, 1:-1].flatten().tolist() == words[: len(words) // 3 * 3]
 
 

@@ -445,20 +445,6 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_loss_of_a_forward_without_gradients_is_that_forward_s_alone():
-    from moe_kernels.nn import TopKGate
-
-    router, x = mk_transformers.Router(TopKGate(32, 4, 2, balance=0.1)), torch.randn(10, 32)
-    with torch.no_grad():
-        router(x)
-        assert router.loss > 0
-    with pytest.raises(RuntimeError, match="the last forward ran with gradients disabled"):
-        router.loss  # noqa: B018
-    _, weights, _ = router(x)
-    (router.loss + weights.sum()).backward()
-    assert router.gate.linear.weight.grad.any()
-
-
 def test_gates_of_zero_leave_the_gradient_of_router_logits_finite():
     from moe_kernels.nn import TopKGate
 

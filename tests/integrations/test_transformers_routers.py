@@ -440,57 +440,6 @@ def test_classes_that_wrappers_make_for_a_forward_are_not_kept():
     assert [each() for each in made] == [None] * 3
 
 
-ROUTERS = {
-    "deepseek_v3, weights as they are": (
-        {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": False},
-        "mlp",
-    ),
-    "deepseek_v3": ({"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, "mlp"),
-    "glm4_moe": ({"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}, "mlp"),
-    "qwen3_moe": (QWEN | {"norm_topk_prob": True}, "mlp"),
-    "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}, "mlp"),
-    "mixtral": (MIXTRAL, "mlp"),
-}
-
-
-@pytest.mark.parametrize("kind", ROUTERS)
-def test_a_router_made_of_transformers_own_chooses_and_weighs_as_it(kind):
-    options, name = ROUTERS[kind]
-    small = {"moe_intermediate_size": 24, "first_k_dense_replace": 0, "num_hidden_layers": 1}
-    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **(SIZES | LAYERS | small | options))
-    model = transformers.AutoModel.from_config(config)
-    own = getattr(model.layers[0], name).gate
-    torch.manual_seed(1)
-    torch.nn.init.normal_(own.weight)
-    if hasattr(own, "e_score_correction_bias"):
-        own.e_score_correction_bias.normal_()
-        own.routed_scaling_factor = 2.5
-    made, x = mk_transformers.Router.of(own), torch.randn(50, 32)
-    _, weights, index = made(x)
-    _, expected, chosen = own(x)
-    order, expected_order = index.argsort(1), chosen.argsort(1)
-    assert torch.equal(index.gather(1, order), chosen.gather(1, expected_order))
-    torch.testing.assert_close(weights.gather(1, order), expected.gather(1, expected_order))
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
-def test_options_come_before_what_a_router_of_transformers_says(kind):
-    options, name = ROUTERS[kind]
-    small = {"moe_intermediate_size": 24, "first_k_dense_replace": 0, "num_hidden_layers": 1}
-    config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | small | options))
-    own = getattr(transformers.AutoModel.from_config(config).layers[0], name).gate
-    given = {"scale": 7.0, "balance_rate": 0.25} if kind == "deepseek_v3" else {"order": "softmax_topk"}
-    made = mk_transformers.Router.of(own, **given).gate
-    assert {each: getattr(made, each) for each in given} == given
-    own_values = mk_transformers.Router.of(own).gate
-    assert all(getattr(own_values, each) != value for each, value in given.items())
-
-
-def test_a_router_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"Router.of: expected a router of transformers .* got Linear"):
-        mk_transformers.Router.of(nn.Linear(4, 4))
-
-
 def test_routes_of_a_model_are_recorded_and_replayed():
     from moe_kernels.nn import record_routing, replay_routing
 

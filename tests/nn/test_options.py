@@ -51,14 +51,12 @@ OPTIONS = [
     ("MoE", {}, {"policy": policies.TokenChoice(0.5), "expert_dropout": 0.5, "output": "tensor"}),
     ("MoE", {"policy": policies.TokenChoice(0.5)}, {"pass_through": True}),
     ("MultiGateMoE", {}, {"search": lambda: mnn.LocalSearch(E, 5)}),
-]
-OPTIONS += [
     ("TokenChoice", {}, {"factor": 0.5}),
     ("TokenChoice", {"factor": 0.5}, {"factor_eval": 1.0, "priority": "max", "order": "token", "multiple_of": 8}),
     ("TokenChoice", {"factor": 0.5}, {"group": 8}),
     ("ExpertChoice", {}, {"factor": 0.5, "multiple_of": 4, "group": 8}),
     ("PriorityRouting", {}, {"factor": 0.5}),
-]  # fmt: skip
+]
 CASES = [(name, given, option, value) for name, given, others in OPTIONS for option, value in others.items()]
 # backend and reduce change no value here, device has one kind.
 WITHOUT = {"backend", "device", "reduce"}
