@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers import quick
+from tests.helpers.stored import pictures, stored  # noqa: F401
 from tests.helpers.targets import HAS_GPU, INTERPRET, TARGETS, Target, reason_to_skip, running
 from tests.helpers.time_limit import (  # noqa: F401
     pytest_configure,
@@ -32,6 +33,7 @@ gc.set_threshold(100_000, 20, 20)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="few of the tests, as tests/helpers/quick.py chooses")
+    parser.addoption("--store", action="store_true", help="write what tests compare with the files of tests/stored")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

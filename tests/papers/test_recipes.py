@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from functools import partial
@@ -26,6 +27,7 @@ from moe_kernels.papers.recipes.vmoe import VMoE
 from moe_kernels.papers.train import comparison
 from moe_kernels.papers.train.loop import Run
 from tests.helpers.planted import interrupted, plant
+from tests.helpers.results import told
 from tests.helpers.small_sets import images, ratings, table
 
 # Name of a recipe -> data set and options of a small run.
@@ -102,11 +104,23 @@ def test_help_and_tables_have_at_most_100_columns(arguments, capsys, monkeypatch
     assert [line for line in lines if len(line) > 100 and not line.startswith("step ")] == []
 
 
+def test_the_options_of_every_recipe(stored):
+    lines = []
+    for name in recipes.names():
+        recipe = recipes.find(name)
+        lines.append(f"{name}: {recipe.METRIC}, {recipe.ACCEPTS.__name__}, {' '.join(recipe.SIDES)}, {recipe.UNUSED}")
+        for each in dataclasses.fields(recipe):
+            rest = {key: value for key, value in each.metadata.items() if value not in (None, False)}
+            lines.append(f"  {each.name} = {each.default!r}: {rest}")
+    stored("options", "\n".join(lines))
+
+
 @pytest.mark.parametrize("name", recipes.names())
-def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, name):
+def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, capsys, stored, pictures, name):
     args = arguments(name, "--check-steps", "0", "--out", str(tmp_path))
     assert train.run(args) == 0
     found = json.loads((tmp_path / "result.json").read_text())
+    stored(f"train_{name}", told(found, capsys.readouterr().out, tmp_path, pictures), tolerance=1e-3)
     for run in found["runs"]:
         if run["stage"] != "final":
             continue

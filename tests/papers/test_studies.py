@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 
 import pytest
 import scipy.optimize
@@ -19,13 +20,17 @@ from moe_kernels.papers.train.loop import Run
 from tests.helpers.small_sets import ratings
 
 
+def shown(printed, folder, pictures):
+    return "\n".join([printed.replace(str(folder), "FOLDER"), *pictures])
+
+
 def read(path):
     with path.open() as file:
         return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
-def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
+def test_similarity_of_masks_and_activations(tmp_path, capsys, stored, pictures, fresh):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
     assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
@@ -36,6 +41,7 @@ def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
     sparse = [row for row in rows if row["keep"] == "0.2"]
     assert all(0 <= float(row["masks"]) <= 1 for row in sparse)
     printed = capsys.readouterr().out
+    stored(f"study_similarity{'_fresh' * bool(fresh)}", shown(printed, tmp_path, pictures), tolerance=1e-3)
     assert "similarity: seed 0" in printed
     (line,) = (line.split() for line in printed.splitlines() if line.startswith("0.2"))
     assert float(line[1]) > 0.7
@@ -103,7 +109,9 @@ def test_the_printed_utilisation_by_hand(capsys):
     assert "all 3 450 1.78e-02 66.7% 25.0%" in lines
 
 
-def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_path, capsys, monkeypatch):
+def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(
+    tmp_path, capsys, monkeypatch, stored, pictures
+):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     draw = torch.Generator().manual_seed(0)
     y, found = torch.zeros(20, dtype=torch.long), {}
@@ -121,6 +129,8 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_pat
     monkeypatch.setattr(FixedRouting, "__init__", note)
     words = ["--data", "one", "--other", "two", "--networks", "6", "--width", "20", "30", "--out", str(tmp_path)]
     assert main(["study", "utilisation", *words]) == 0
+    printed = capsys.readouterr().out
+    stored("study_utilisation", shown(printed, tmp_path, pictures), tolerance=1e-3)
     rows = read(tmp_path / "utilisation.csv")
     assert len(rows) == len(routers) == 6
     least = []
@@ -137,7 +147,7 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_pat
         assert int(row["woken"]) == woken
     assert sum(int(row["woken"]) for row in rows) > 0
     assert any(min(each) < max(each) for each in least)
-    assert "all" in capsys.readouterr().out
+    assert "all" in printed
     assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -179,7 +189,7 @@ def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
         assert cost[torch.arange(4), torch.tensor(order)].sum().item() / 80 == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys):
+def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys, stored, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setattr(data, "load", lambda name: ratings())
     words = ["--data", "tastes", "--rows", "80", "--epochs", "40", "--seeds", "2", "--experts", "4", "--lr", "0.01"]
@@ -194,7 +204,9 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
             assert best <= mean
             assert row["arm"] == "random" or after == pytest.approx(best)
     assert all(float(row["distance"]) < 1e-3 for row in rows if row["arm"] == "wide")
-    assert "best after epoch 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best after epoch 1" in printed
+    stored("study_permutation", shown(printed, tmp_path, pictures), tolerance=math.inf)  # 40 epochs amplify rounding
 
 
 @pytest.mark.parametrize("arm", ["random", "best"])
@@ -245,7 +257,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
     assert sum(found) == (30 if schedule == "wide" else 0)
 
 
-def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
+def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys, stored, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setattr(data, "load", lambda name: ratings())
     words = ["--data", "tastes", "--trials", "4", "--epochs", "3", "--patience", "1", "--sides", "hash", "comet+"]
@@ -257,7 +269,9 @@ def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
     assert {float(row["gamma"]) for row in rows if row["side"] == "comet+"} == {10.0}
     assert {float(row["lambda"]) for row in rows} <= {0.05, 0.1, 0.5, 1, 5, 10}
     assert [row["side"] for row in read(tmp_path / "bootstrap.csv")] == ["hash"] * 2 + ["comet+"] * 2
-    assert "best of 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best of 2" in printed
+    stored("study_search", shown(printed, tmp_path, pictures), tolerance=1e-2)
 
 
 def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():

@@ -15,6 +15,7 @@ from moe_kernels.papers.recipes import Splits, comet
 from moe_kernels.papers.train import agreement, plotting, report
 from moe_kernels.papers.train.loop import Random, Run
 from tests.helpers.planted import interrupt, plant
+from tests.helpers.results import told
 from tests.helpers.small_sets import blobs
 
 
@@ -26,10 +27,11 @@ def numbers(path) -> list:
     ]
 
 
-def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, capsys, tmp_path):
+def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, capsys, tmp_path, stored, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert train.run(arguments("--lr", "0.1", "--seeds", "2", "--out", str(tmp_path))) == 0
     printed, report = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
+    stored("train_seeds", told(report, printed, tmp_path, pictures), tolerance=1e-3)
     for side in ("standard", "comet"):
         assert f"agreement of {side} on cpu with the reference: passed, 6 steps" in printed
     assert all(step["wrong_masks"] == 0 for each in report["agreement"].values() for step in each["steps"])

@@ -18,10 +18,11 @@ from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run
 from moe_kernels.papers.train.statistics import RoutingStatistics, area_under_roc, calibration_error
 from tests.helpers.planted import interrupt
+from tests.helpers.results import told
 from tests.helpers.small_sets import blobs
 
 
-def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
+def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys, stored, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ("--keep", "0.1", "0.5", "1", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
@@ -32,6 +33,7 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     neurons = {run["side"]: run["rows"][-1]["neurons"] for run in found["runs"]}
     assert [neurons[f"comet keep={keep}"] for keep in ("0.1", "0.5", "1")] == [2, 12, 24]
     printed = capsys.readouterr().out
+    stored("train_sweep", told(found, printed, tmp_path, pictures), tolerance=1e-3)
     (line,) = (line for line in printed.splitlines() if line.startswith("comet ") and "=" not in line)
     assert line.split() == ["comet", *(f"{accuracy[f'comet keep={keep}']:.4f}" for keep in ("0.1", "0.5", "1"))]
     assert "dead" in printed
@@ -40,13 +42,16 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
 
 
-def test_words_are_swept_too(arguments, tmp_path, capsys):
+def test_words_are_swept_too(arguments, tmp_path, capsys, stored, pictures):
     words = ("--activation", "relu", "tanh", "--width", "8", "24", "--check-steps", "0", "--out", str(tmp_path))
     assert train.run(arguments(*words, "--epochs", "1", "--sides", "comet")) == 0
     found = json.loads((tmp_path / "result.json").read_text())
     accuracy = {run["side"]: run["rows"][-1]["test accuracy"] for run in found["runs"]}
     assert set(accuracy) == {f"comet {width} activation={name}" for width in (8, 24) for name in ("relu", "tanh")}
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    if importlib.util.find_spec("matplotlib") is not None:
+        stored("train_grid", told(found, printed, tmp_path, pictures), tolerance=1e-3)
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
     assert "accuracy by activation relu tanh" in lines
     assert f"comet 8 {accuracy['comet 8 activation=relu']:.4f} {accuracy['comet 8 activation=tanh']:.4f}" in lines
     if importlib.util.find_spec("matplotlib") is not None:
