@@ -9,6 +9,7 @@ import pytest
 from bench import registry, runs, timing
 from moe_kernels.verify import verify
 from tests.helpers.bench import ENTRY
+from tests.helpers.measured import tree  # noqa: F401
 
 
 @pytest.fixture

@@ -16,49 +16,7 @@ from bench.console import console, print_lines, print_table
 from moe_kernels.backends import NAMES
 from moe_kernels.verify import Row
 from tests.helpers.bench import PEER, run
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A checkout with kwta on the CPU and in CUDA, and no Triton kernel."""
-    included = {"csrc/cpu/kwta.cpp": ("ops.h",), "csrc/cuda/kwta.cu": ("ops.h", "moe/cuda/block.cuh", "here.h")}
-    included |= {"csrc/include/moe/cuda/block.cuh": ("moe/cuda/warp.cuh",)}
-    names = ["moe_kernels/ops/kwta.py", "csrc/include/moe/cuda/warp.cuh", "csrc/include/moe/other.cuh"]
-    names += [f"csrc/cuda/{name}" for name in ("here.h", "ops.h", "shared.cu")]
-    names += [f"moe_kernels/backends/native/{name}.py" for name in ("kwta", "kwta_cpu", "shared")]
-    for name in (*included, *names):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'NAME = "{name}"\n' + "".join(f'#include "{header}"\n' for header in included.get(name, ())))
-    (tmp_path / "moe_kernels/backends/native/kwta_cuda.py").write_text(
-        "from moe_kernels.backends.native.shared import THRESHOLD\n"
-    )
-    return tmp_path
-
-
-def result_of(tree: Path, backend: str, *, gpu: bool = True, date: str = "2026-01-02", **changes) -> ledger.Result:
-    figure = {
-        "op": "kwta", "backend": backend, "dtype": "float32", "direction": "forward", "shape": "R=4 N=100 p=0.5",
-        "setting": "cuda" if gpu else "2 threads", "us": 123456.0, "low_us": 1.0, "high_us": 2.0, "samples": 5,
-        "sizes": {"R": 4, "N": 100, "p": 0.5}, "least_bytes": 3200, "flops": 400,
-        "gb_per_s": 7.0, "gflop_per_s": 1.0, "ceiling_percent": 87.0, "over_memcpy": 1.5, "peers": {PEER: 21.0},
-    }  # fmt: skip
-    entry = {
-        "operation": "kwta", "backend": backend, "dtype": "float32", "device": "cuda" if gpu else "cpu",
-        "sources": ledger.digest("kwta", backend, tree), "verdict": "ok",
-        "cases": 3, "error": 0.0, "allowed": 0.0, "checks": {}, "figures": [figure], "curves": [],
-    }  # fmt: skip
-    machine = {"cpu": "Some CPU", "cores": 2, "isa": "avx2", "driver": "1", "python": "3", "torch": "2", "triton": "3"}
-    machine["gpus"] = [{"name": "Some GPU"}] if gpu else []
-    facts = {"device": "Some GPU" if gpu else "Some CPU", "gpu": gpu, "date": date, "machine": machine}
-    facts |= {"ceilings": {figure["setting"]: {"copy": 8.0, "float32": 100.0}}, "not_measured": ["one: why"]}
-    return {**facts, "entries": [entry | changes]}
-
-
-def saved(result: ledger.Result, folder: Path) -> Path:
-    path = ledger.free_path(folder, result["device"], ".json")
-    ledger.write(result, path)
-    return path
+from tests.helpers.measured import result_of, saved
 
 
 def test_ledger_states(tree: Path) -> None:

@@ -75,12 +75,12 @@ def described(canvas: Any) -> Iterator[str]:
             limits = _numbers(side.get_view_interval())
             yield f"  {name} {side.get_label_text()!r} {side.get_scale()} {limits} {grid}: {ticks}"
         for line in axis.lines:
-            look = [_look(line.get_color()), line.get_marker(), line.get_linestyle(), line.get_fillstyle()]
+            look = [_color(line.get_color()), line.get_marker(), line.get_linestyle(), line.get_fillstyle()]
             yield f"  line {line.get_label()} {look} {_number(line.get_linewidth())}"
             yield f"    {_numbers(line.get_xdata())} : {_numbers(line.get_ydata())}"
         for patch in axis.patches:
             corners = axis.transData.inverted().transform(patch.get_extents().get_points())
-            yield f"  patch {_numbers(corners.flatten())} {_look(patch.get_facecolor())}"
+            yield f"  patch {_numbers(corners.flatten())} {_color(patch.get_facecolor())}"
         for image in axis.images:
             values = image.get_array()
             cells = _numbers(values.flatten()[:64])
@@ -92,25 +92,26 @@ def described(canvas: Any) -> Iterator[str]:
             if len(points) < 2 and each.get_paths():  # no scattered points: the outline of an area
                 points = each.get_paths()[0].vertices
             first = _numbers(points[:8].flatten())
-            yield f"  {type(each).__name__} {_look(each.get_facecolor())} {each.get_label()}: {first}"
+            yield f"  {type(each).__name__} {_color(each.get_facecolor())} {each.get_label()}: {first}"
         if axis.get_legend():
             yield from _legend(axis.get_legend())
 
 
-def _look(value: Any) -> Any:
-    """A colour as #rrggbbaa; other values as they are."""
-    from matplotlib.colors import is_color_like, to_hex
+def _color(value: Any) -> Any:
+    """A colour as #rrggbbaa, or several."""
+    from matplotlib.colors import to_hex
 
     if not isinstance(value, str) and getattr(value, "ndim", 1) == 2:
-        return [_look(tuple(each)) for each in value]
-    return to_hex(value, keep_alpha=True) if is_color_like(value) and value not in ("", " ") else value
+        return [_color(tuple(each)) for each in value]
+    return to_hex(value, keep_alpha=True)
 
 
 def _legend(legend: Any) -> Iterator[str]:
     yield f"  legend {legend._loc} {legend._ncols}"
     for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
         names = ("color", "marker", "linestyle", "fillstyle") if hasattr(handle, "get_fillstyle") else ("facecolor",)
-        look = [_look(getattr(handle, f"get_{name}")()) for name in names]
+        color, *look = (getattr(handle, f"get_{name}")() for name in names)
+        look.insert(0, _color(color))
         yield f"    {text.get_text()} {look} {text.get_fontsize():g}"
 
 
