@@ -6,13 +6,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import counting, document, ledger, predict, registry
+from bench import counting, document, ledger, pipes, predict, registry
 from bench.gpus import Gpu
 from tests.helpers.bench import run
 from tests.ptx.summary import triton_kernels
@@ -167,6 +169,36 @@ def test_a_count_is_extrapolated_from_two_calls(monkeypatch):
     assert launch["full"]["bytes_read"] == 600 * 16 + 100 * 256
     (launch,) = counting.count(replace(case, fixed=""), "cuda", torch.bfloat16, "forward", None)["launches"]
     assert launch["full"]["bytes_read"] == 700 * 256
+
+
+def test_instructions_by_pipe_and_the_loop_of_products_by_hand():
+    """Two loops, one in the other; one with a product, and one that is behind the products of another."""
+    listing = [  # text, target of a branch, runs of warps, lanes
+        ("mov.u32 %r1, 0", -1, 4, 128),
+        ("add.s32 %r1, %r1, 1", -1, 40, 1280),  # the outer loop begins
+        ("fma.rn.f32 %f1, %f2, %f3, %f4", -1, 400, 12800),  # the inner loop begins
+        ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}", -1, 400, 12800),
+        ("@%p1 ex2.approx.f32 %f5, %f6", -1, 300, 9000),
+        ("@%p1 bra $L2", 2, 400, 12800),
+        ("div.rn.f64 %d1, %d2, %d3", -1, 40, 1000),
+        ("@%p1 bra $L1", 1, 40, 1280),
+        ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}", -1, 8, 256),
+        ("shfl.sync.bfly.b32 %r1, %r2", -1, 5, 160),  # a loop without a product
+        ("bra $L9", 9, 5, 160),
+        ("mul.lo.s32 %r1, %r1, 3", -1, 0, 0),  # never ran
+        ("bra $L1", 1, 0, 0),
+    ]
+    texts, targets, runs, lanes = zip(*listing, strict=True)
+    result = SimpleNamespace(
+        kernel=SimpleNamespace(texts=texts, records={"target": np.array(targets)}),
+        counters={"runs": np.array(runs), "lanes": np.array(lanes)},
+    )
+    found = {"fp32": 12800, "fp64": 10000, "integer": 1280, "special": 9000, "shuffle": 160}
+    assert pipes.lanes(result) == found
+    assert pipes.tensor_flops(result) == 400 * 2 * 16 * 8 * 16 + 8 * 2 * 64 * 128 * 16 // 4
+    assert pipes.product_loop(result) == 400 + 400 + 300 + 400
+    result.counters["runs"][3] = 0
+    assert pipes.product_loop(result) == 0  # the wgmma is in no loop
 
 
 def test_counts_grow_by_the_named_sizes():

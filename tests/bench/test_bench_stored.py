@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
+from bench import __main__ as command
 from bench import (
     counting,
     document,
@@ -55,6 +58,29 @@ def test_all_that_is_counted(stored) -> None:
         for case in counting.cases()
     ]
     stored("bench_counted", "\n".join(lines))
+
+
+def test_the_options_of_every_command(stored) -> None:
+    lines = []
+    for each in command.app.registered_commands:
+        lines.append(f"{each.name}: {inspect.getdoc(each.callback)}")
+        hints = get_type_hints(each.callback, include_extras=True)
+        for name, parameter in inspect.signature(each.callback).parameters.items():
+            (said,) = hints[name].__metadata__
+            default = str(parameter.default).replace(str(ledger.ROOT), "ROOT")
+            lines.append(f"  {name} = {default} {said.param_decls} {said.min} {said.max}: {said.help}")
+    stored("bench_options", "\n".join(lines))
+
+
+def test_what_an_exchange_would_take(stored) -> None:
+    pytest.importorskip("torch.distributed")
+    from bench import exchange
+    from bench.exchange_model import Machine
+
+    sizes = exchange.Size(), exchange.Size(4096, 1024, 512, 64, 8)
+    machines = [Machine(1), Machine(8), Machine(16), Machine(16, 4, 1e11, 2e10, 1e-3, 1e14)]
+    rows = [row for size in sizes for row in exchange.predictions(size, machines, 1.2, 2)]
+    stored("bench_exchange", "\n".join(" | ".join(row) for row in rows), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ def told(found: dict[str, Any], printed: str, folder: Path, pictures: list[str])
     lines = [f"{name}: {value}" for name, value in found["settings"].items()]
     lines += ["", *(str(_lasting(each)) for each in found["runs"])]
     return "\n".join([*lines, "", *_printed(printed, folder), "", *pictures])
+
+
+def options_of(kind: type) -> str:
+    """A line for each option of a recipe or study: name, default, help and limits."""
+    lines = []
+    for each in dataclasses.fields(kind):
+        rest = {key: value for key, value in each.metadata.items() if value not in (None, False)}
+        lines.append(f"  {each.name} = {each.default!r}: {rest}")
+    return "\n".join(lines)
 
 
 def _lasting(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from functools import partial
@@ -27,7 +26,7 @@ from moe_kernels.papers.recipes.vmoe import VMoE
 from moe_kernels.papers.train import comparison
 from moe_kernels.papers.train.loop import Run
 from tests.helpers.planted import interrupted, plant
-from tests.helpers.results import told
+from tests.helpers.results import options_of, told
 from tests.helpers.small_sets import images, ratings, table
 
 # Name of a recipe -> data set and options of a small run.
@@ -109,9 +108,7 @@ def test_the_options_of_every_recipe(stored):
     for name in recipes.names():
         recipe = recipes.find(name)
         lines.append(f"{name}: {recipe.METRIC}, {recipe.ACCEPTS.__name__}, {' '.join(recipe.SIDES)}, {recipe.UNUSED}")
-        for each in dataclasses.fields(recipe):
-            rest = {key: value for key, value in each.metadata.items() if value not in (None, False)}
-            lines.append(f"  {each.name} = {each.default!r}: {rest}")
+        lines.append(options_of(recipe))
     stored("options", "\n".join(lines))
 
 

@@ -17,6 +17,7 @@ from moe_kernels.papers import data, sources, studies
 from moe_kernels.papers.recipes import Batch, Splits, movielens
 from moe_kernels.papers.studies import permutation, search, similarity, utilisation
 from moe_kernels.papers.train.loop import Run
+from tests.helpers.results import options_of
 from tests.helpers.small_sets import ratings
 
 
@@ -27,6 +28,11 @@ def shown(printed, folder, pictures):
 def read(path):
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def test_the_options_of_every_study(stored):
+    lines = [f"{name}\n{options_of(studies.find(name))}" for name in studies.names()]
+    stored("study_options", "\n".join(lines))
 
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
