@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -18,7 +19,7 @@ from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
 from bench.experts import PRODUCTS
 from bench.layer_models import Sizes
 from bench.layer_peers import LAYERS, chosen_by_torch
-from moe_kernels import combine, expert_capacity, expert_mlp, grouped_gemm, make_plan, topk_gate
+from moe_kernels import combine, expert_capacity, expert_mlp, grouped_gemm, make_plan, topk_gate, use_backend
 from moe_kernels.cases.routing import logits, shares
 from moe_kernels.nn import ExpertMLP, MoE, TokenChoice, TopKGate
 from moe_kernels.ops.grouped_gemm import HALVING
@@ -313,12 +314,17 @@ def _layer(setting: Setting, read: int, written: int) -> Entry:
 
         return {"forward": infer, "training": train}
 
+    def ours(layer: MoE, x: Tensor) -> Tensor:
+        # Policies take no backend: the plan has the one of this block.
+        with use_backend(setting.backend) if setting.backend else nullcontext():
+            return layer(x)
+
     peers = {
         name: calls(partial(lambda layer, x, peer: peer(layer, x, setting.capacity), peer=peer))
         for name, peer in LAYERS.items()
     }
     base = _step(setting, lambda inputs, backend: None, ("x",), "grad", read, written, {})
-    return replace(base, kernel=lambda _: calls(lambda layer, x: layer(x)), peers=peers)
+    return replace(base, kernel=lambda _: calls(ours), peers=peers)
 
 
 def run(setting: Setting, limits: measure.Ceilings, seconds: float, gpus: Iterable[predict.Gpu]) -> Iterator[Row]:

@@ -223,14 +223,17 @@ def test_measuring_ends_with_its_share_of_the_time(tiny: None, monkeypatch, tmp_
     assert ends[0] - time.monotonic() == pytest.approx(250, abs=20)
 
 
-def test_bytes_sent_and_predicted_have_one_unit(monkeypatch) -> None:
-    from bench import exchange  # imports torch.distributed.tensor, slowly
+def test_a_kernel_that_fails_keeps_its_remarks(monkeypatch) -> None:
+    def samples(job, budget, peers, found):
+        found.left_out.append("peer a: not installed")
+        raise RuntimeError("no such kernel")
 
-    line = exchange.Line(2, "ours", 0.25, 0.5, 3_456_000, 3_456_000)
-    monkeypatch.setattr(exchange, "run", lambda ranks, size, seconds: [line])
-    done = run("exchange", "--ranks", 2, "--seconds", 1, "--predict", 8)
-    assert done.exit_code == 0, done.output
-    assert re.search(r"2 +ours +0\.2500 +0\.5000 +3\.46 +3\.46\b", done.output.replace("│", " "))
+    monkeypatch.setattr(measure, "_samples", samples)
+    job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
+    found = measure.measure_one(job, {}, 0.1, None)
+    assert found.left_out[0] == "peer a: not installed"
+    assert found.left_out[1].endswith("RuntimeError: no such kernel")
+    assert list(found.failed) == [("kwta", "cpu", "float32")]
 
 
 def test_an_entry_may_replace_what_follows_from_its_call() -> None:

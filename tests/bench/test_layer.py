@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,8 +14,10 @@ from typer.testing import CliRunner
 
 from bench import __main__ as command
 from bench import layer, layer_command, measure, predict
+from bench.console import console
 from bench.layer_models import MODELS, Sizes, of_model
 from bench.layer_peers import LAYERS
+from moe_kernels import backends
 
 SMALL = Sizes(tokens=24, dim=16, hidden=32, experts=4, k=2)
 
@@ -22,6 +26,19 @@ def setting(**changes) -> layer.Setting:
     sizes = replace(SMALL, **{name: value for name, value in changes.items() if hasattr(SMALL, name)})
     rest = {name: value for name, value in changes.items() if not hasattr(SMALL, name)}
     return layer.Setting(sizes, torch.float32, "cpu", "cpu", **rest)
+
+
+@pytest.mark.parametrize("router", ["topk_softmax", "sigmoid"])
+def test_every_step_is_measured_on_the_named_backend(router, monkeypatch):
+    """An operator takes its backend's name; a step that left it out would take the first one, "cpu"."""
+    each = replace(setting(router=router, groups=(2, 1)), backend="reference")
+    original = backends.load
+    asked = []
+    monkeypatch.setattr(backends, "load", lambda name, op: asked.append(name) or original(name, op))
+    for job in layer.jobs(each):
+        asked.clear()
+        job.entry.kernel("reference")[job.direction](job.entry.inputs(job.shape, job.dtype, "cpu"))
+        assert "cpu" not in asked, job
 
 
 @pytest.mark.parametrize("peer", LAYERS)
@@ -89,11 +106,16 @@ def run(*options: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_the_command_prints_tables_of_100_columns_and_writes_what_it_measured(tmp_path):
+def test_the_command_prints_tables_of_100_columns_and_writes_what_it_measured(tmp_path, stored, monkeypatch):
+    monkeypatch.setattr(console, "width", 100)
     sizes = ("--tokens", "24", "--dim", "16", "--hidden", "32", "--experts", "4", "--k", "2", "--threads", "1")
     status, output = run(*sizes, "--seconds", "0.01", "--routing", "zipf", "--capacity", "1.5", "--out", str(tmp_path))
     assert status == 0, output
-    tables = output.partition("\nforward  ")[2]
+    head, _, tables = output.partition("\nforward  ")
+    busy = ("Other programs", "!:")
+    lines = [line for line in (head.splitlines()[1], *tables.splitlines()) if not line.startswith(busy)]
+    shown = re.sub("─+", "─", "\n".join(lines)).replace("!", "").replace(str(tmp_path), "FOLDER")
+    stored("bench_layer_measured", shown, tolerance=math.inf)
     assert max(map(len, tables.partition("figures ")[0].splitlines())) <= 100
     for words in ("x eager", "% ceil", "A100*", "H100*", "predicted, not measured", "make_plan", "training"):
         assert words in tables
@@ -121,11 +143,13 @@ def test_what_does_not_fit_is_only_predicted(monkeypatch):
     assert "x eager" not in output
 
 
-def test_nothing_is_measured_if_only_predictions_are_wanted(monkeypatch):
+def test_nothing_is_measured_if_only_predictions_are_wanted(monkeypatch, stored):
     monkeypatch.setattr(layer.measure, "run", None)
     monkeypatch.setattr(layer.measure, "ceilings", None)
+    monkeypatch.setattr(console, "width", 100)
     status, output = run("--predict-only")
     assert status == 0
+    stored("bench_layer_predicted", output, tolerance=math.inf)  # the numbers change with the kernels
     assert "x eager" not in output
     assert "A100*" in output
 

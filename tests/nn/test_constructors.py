@@ -79,6 +79,19 @@ BACKENDS = ["TopKGate", "TreeGate", "XMoEGate", "HyperRouterGate", "EnsembleGate
 BACKENDS += ["ExpertLayer", "MaskedLinear", "FixedRouting"]
 
 
+@pytest.mark.parametrize("name", [name for name in constructors() if name.endswith("Gate")])
+@pytest.mark.parametrize("shape", [(D,), (2, 3, D)], ids=str)
+def test_gates_refuse_other_shapes_than_tokens_by_features(name, shape):
+    gate = constructors()[name]()
+    words = (
+        {"ids": torch.zeros(shape[:-1], dtype=torch.long)}
+        if name in ("StableGate", "HashGate", "ManualGate", "EnsembleGate")
+        else {}
+    )
+    with pytest.raises(ValueError, match=r"(x must be \(T, \w+\)|ids must be)"):
+        gate(torch.zeros(shape), **words)
+
+
 @pytest.mark.parametrize("name", constructors())
 def test_constructors_refuse_at_once_what_a_forward_could_not_use(name):
     make = constructors()[name]

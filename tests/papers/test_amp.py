@@ -33,6 +33,12 @@ def after(run, steps):
     return torch.cat([each.detach().flatten() for each in run.task.model.parameters()])
 
 
+def test_the_changes_that_a_check_plants_are_far_below_its_tolerance():
+    assert (agreement.tolerance_of("none"), agreement.perturbation_of("none")) == (1e-5, 4e-6)
+    for amp, eps in (("bfloat16", 2.0**-7), ("float16", 2.0**-10)):
+        assert (agreement.tolerance_of(amp), agreement.perturbation_of(amp)) == (eps, eps / 8)
+
+
 @pytest.mark.parametrize(("amp", "eps"), [("bfloat16", 2.0**-7), ("float16", 2.0**-10)])
 def test_a_model_trains_in_mixed_precision(amp, eps):
     """The first step differs from float32's as much as the dtype rounds; the parameters stay float32."""

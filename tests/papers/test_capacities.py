@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from moe_kernels.papers.recipes.vmoe import VMoE, in_phases
 from moe_kernels.papers.train import heatmaps, plotting
 from moe_kernels.papers.train.loop import Run
 from moe_kernels.papers.train.statistics import calibration_error
+from tests.helpers.results import told
 from tests.helpers.small_sets import images
 
 SMALL = {"patch": 2, "dim": 16, "depth": 2, "heads": 2, "hidden": 12, "experts": 4, "batch_size": 8, "lr": 0.01}
@@ -47,6 +51,20 @@ def test_the_last_evaluation_is_at_every_capacity_and_in_every_order(length):
         found["test accuracy"] == found["test accuracy by position at 2"] != found["test accuracy by position at 0.2"]
     )
     assert found["test accuracy at random at 2"] == pytest.approx(found["test accuracy"], abs=0.03)
+
+
+def test_a_run_at_several_capacities_prints_and_draws_them(monkeypatch, tmp_path, capsys, stored, pictures):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(train, "load", lambda name: images())
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser, ["vmoe"])
+    words = (
+        "vmoe --data corners --sides vmoe bpr --seeds 2 --steps 4 --dim 16 --depth 2 --heads 2 --hidden 12 --experts 4"
+    )
+    words += " --patch 2 --capacity-eval 2 0.2 0.5 --check-steps 0 --device cpu --threads 1 --batch-size 16 --out"
+    assert train.run(parser.parse_args([*words.split(), str(tmp_path)])) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    stored("train_capacities", told(found, capsys.readouterr().out, tmp_path, pictures), tolerance=1e-3)
 
 
 def test_orders_drop_equally_many_choices_but_others():

@@ -408,6 +408,14 @@ def test_published_ratings_get_as_many_movies_that_were_not_watched(tmp_path):
     assert len(found.test[0]) == 2 * len(watched) // 10
 
 
+@pytest.mark.parametrize("rating", [0, 6])
+def test_a_damaged_line_of_published_ratings_is_named(tmp_path, rating):
+    (tmp_path / "ratings.dat").write_text(f"3::4::1::978\n3::5::5::978\n7::2::{rating}::978\n")
+    message = rf"ratings\.dat, line 3: expected .* a rating from 1 to 5, a timestamp; got \[7, 2, {rating}, 978\]"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("missing", ["sklearn.datasets", "PIL.Image"])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, missing):
     write_jpegs(tmp_path / "flags.npz")

@@ -69,6 +69,8 @@ def test_jester_from_its_file(tmp_path):
     (tmp_path / "jester_ratings.dat").write_text("\n".join(lines) + "\n")
     found = data.load(tmp_path)
     assert (found.name, found.num_users) == ("jester", 4)
+    (tmp_path / "jester_ratings.dat").write_text("\n\n" + " \n".join(lines))
+    assert pairs(data.load(tmp_path)) == pairs(found)
     every = pairs(found)
     users = {1: 0, 2: 1, 5: 2, 7: 3}
     for (user, joke), rating in rated.items():

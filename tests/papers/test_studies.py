@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import math
 
 import pytest
 import scipy.optimize
@@ -133,11 +132,23 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(
         routers.append(self)
 
     monkeypatch.setattr(FixedRouting, "__init__", note)
-    words = ["--data", "one", "--other", "two", "--networks", "6", "--width", "20", "30", "--out", str(tmp_path)]
+    words = [
+        "--data",
+        "one",
+        "--other",
+        "two",
+        "--networks",
+        "6",
+        "--width",
+        "20",
+        "30",
+        "--out",
+        str(tmp_path / "new" / "er"),
+    ]
     assert main(["study", "utilisation", *words]) == 0
     printed = capsys.readouterr().out
     stored("study_utilisation", shown(printed, tmp_path, pictures), tolerance=1e-3)
-    rows = read(tmp_path / "utilisation.csv")
+    rows = read(tmp_path / "new" / "er" / "utilisation.csv")
     assert len(rows) == len(routers) == 6
     least = []
     for row, router in zip(rows, routers, strict=True):
@@ -154,7 +165,7 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(
     assert sum(int(row["woken"]) for row in rows) > 0
     assert any(min(each) < max(each) for each in least)
     assert "all" in printed
-    assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
+    assert (tmp_path / "new" / "er" / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_the_picture_of_a_search_has_the_trials_as_x(monkeypatch, tmp_path):
@@ -212,7 +223,7 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
     assert all(float(row["distance"]) < 1e-3 for row in rows if row["arm"] == "wide")
     printed = capsys.readouterr().out
     assert "best after epoch 1" in printed
-    stored("study_permutation", shown(printed, tmp_path, pictures), tolerance=math.inf)  # 40 epochs amplify rounding
+    stored("study_permutation", shown(printed, tmp_path, pictures), tolerance=0.1)  # SSE2 against AVX-512: 3 %
 
 
 @pytest.mark.parametrize("arm", ["random", "best"])
