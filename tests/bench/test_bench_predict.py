@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import counting, document, ledger, pipes, predict, registry
+from bench import counting, document, ledger, pipes, predict, predict_command, registry
 from bench.gpus import Gpu
 from tests.helpers.bench import run
 from tests.ptx.summary import triton_kernels
@@ -87,6 +87,8 @@ def test_products_take_at_least_the_time_of_a_block_alone():
     assert predict.side_by_side(launch, GPU) == 2
     assert predict.side_by_side(launch | {"shared_bytes": 90 * 1024}, GPU) == 1
     assert predict.side_by_side(launch | {"threads": 256}, GPU) == 1
+    # Each block takes a KB more than it asks for, of 164 KB.
+    assert [predict.side_by_side(launch | {"shared_bytes": 81 * 1024 + more}, GPU) for more in (0, 1)] == [2, 1]
     found = predict.launch(launch, counted(launch), GPU)
     # The loop: 5 us of products or 0.9 x 3e6 instructions at 4 a cycle, in 4 rounds. Outside: two reads and
     # 0.9 x 1e6 instructions of 400 x 4 warps, 2 cycles each.
@@ -305,6 +307,21 @@ def test_only_the_backends_that_were_executed_are_written(monkeypatch):
     done = run("predict", "--op", "kwta", "--backend", "triton", "--verify")
     assert done.exit_code == 0, done.output
     assert written == [({"kwta": {"triton": {}}}, ("triton",))]
+
+
+def test_counts_of_other_operations_and_backends_stay(monkeypatch):
+    def made(op, backend, date):
+        return {"operation": op, "backend": backend, "dtype": "float32", "direction": "forward", "date": date}
+
+    pairs = [(op, backend) for op in ("sinkhorn", "kwta") for backend in ledger.GPU_BACKENDS]
+    written = []
+    monkeypatch.setattr(counting, "read", lambda: [made(*pair, "old") for pair in pairs])
+    monkeypatch.setattr(counting, "counted", lambda cases, backends: [made("kwta", each, "new") for each in backends])
+    monkeypatch.setattr(counting, "write", lambda counts: written.extend(counts) or "counts.json")
+    predict_command._count(("kwta",), ("cuda",))
+    found = [(each["operation"], each["backend"], each["date"]) for each in written]
+    assert sorted(found[:2]) == [("kwta", "cuda", "new"), ("kwta", "triton", "old")]
+    assert sorted(found[2:]) == [("sinkhorn", "cuda", "old"), ("sinkhorn", "triton", "old")]
 
 
 def test_a_case_has_the_entry_of_its_operation():

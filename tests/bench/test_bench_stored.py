@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_type_hints
@@ -26,6 +27,7 @@ from bench import (
     predict,
     registry,
     report,
+    runs,
     summary,
 )
 from bench.console import console
@@ -155,6 +157,27 @@ def test_a_report_and_its_pictures(stored, tree: Path, pictures: list[str]) -> N
     lines += [" | ".join(row) for result in results for row in summary.rows(result)]
     lines += [line for result in results for line in summary.missing(result)]
     stored("bench_summary", "\n".join(lines), tolerance=1e-6)
+
+
+def test_the_commands_report_and_verify_print(stored, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "width", 100)
+    rows_of = report.operation_rows
+    monkeypatch.setattr(report, "operation_rows", lambda results, root=None: rows_of(results, tree))
+    paths = [saved(measured(tree, gpu), tree / "results") for gpu in (False, True)]
+    done = run("report", *paths, "--out", tree)
+    assert done.exit_code == 0, done.output
+    lines = [done.output]
+    with console.capture() as printed:
+        told = runs.Run(tree / "new", measure.Request(), 0.1, time.monotonic() + 100)
+        rows = [Row("kwta", each, "float32", "cuda", 3, 0.0, 0.0, "ok", "") for each in ("triton", "cuda")]
+        told.rows = {
+            rows[0]: {"repeatable": "ok", "memcheck": "not run: no tool"},
+            rows[1]: {"repeatable": "FAILED: y"},
+        }
+        told.sanitized, told.suite = {("kwta", "cuda"): {"memcheck": "not run: no tool"}}, {"pytest": "ok"}
+        told.print_checks()
+    lines.append(printed.get())
+    stored("bench_printed", "\n".join(lines).replace(str(tree), "FOLDER"), tolerance=1e-6)
 
 
 def test_a_comparison_of_two_results(stored, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,9 +294,13 @@ def test_a_mask_of_another_kind_is_refused():
         "MultiGateMoE": lambda mask: mnn.MultiGateMoE([gate], mnn.ExpertMLP(E, D, H))(x, mask=mask),
         "TopKGate": lambda mask: gate(x, mask=mask),
         "RandomGate": lambda mask: mnn.RandomGate(E)(x, mask=mask),
-        "ExpertChoice": lambda mask: mnn.ExpertChoice()(out, True, mask=mask),
-        "router_z_loss": lambda mask: mnn.router_z_loss(x, mask),
     }
+    for policy in (mnn.TokenChoice(1.0), mnn.NonzeroWeights(), mnn.ExpertChoice(), mnn.PriorityRouting()):
+        calls[type(policy).__name__] = lambda mask, policy=policy: policy(out, True, mask=mask)
+    names = ("importance_loss", "load_loss", "balance_loss", "router_z_loss", "inverse_cv", "competition_loss")
+    probs = torch.rand(T, 4).softmax(-1)
+    for name, loss in zip((*names, "symmetric_kl", "tree_entropy"), LOSSES.values(), strict=True):
+        calls[name] = lambda mask, loss=loss: loss(probs, mask)
     for name, call in calls.items():
         with pytest.raises(TypeError, match=rf"{name}: mask must have dtype bool.*got torch.int64: pass mask.bool\(\)"):
             call(MASK.long())
