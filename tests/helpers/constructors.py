@@ -23,7 +23,6 @@ def constructors():
         "EnsembleGate": {"dim": D, "num_experts": E, "k": 1},
         "HashGate": {"num_ids": 3, "num_experts": E},
         "ManualGate": {"assignment": [0, 1]},
-        "RandomGate": {"num_experts": E},
         "StagedGate": {"first": softmax, "second": topk},
         "PermutedGate": {"gate": softmax, "search": mnn.LocalSearch(E, 5)},
         "CompetitionGate": {"router": topk, "experts": experts},

@@ -72,9 +72,10 @@ def test_products(backend, capability, width):
 @pytest.mark.parametrize(("backend", "capability"), PLACES)
 def test_other_dtypes(backend, capability):
     with place(backend, capability):
-        call, given = grouped(backend, FP16, WIDTHS["few columns"], "swiglu")
-        assert not rows_that_differ(call, *given, parts=PARTS)
-        if backend == "triton":
+        if capability == 80:
+            call, given = grouped(backend, FP16, WIDTHS["few columns"], "swiglu")
+            assert not rows_that_differ(call, *given, parts=PARTS)
+        else:
             call, given = grouped(backend, FP32, WIDTHS["few columns"])
             assert not rows_that_differ(call, *given, parts=PARTS)
 
@@ -146,7 +147,7 @@ def test_a_frozen_weight_of_a_tree_gate_changes_no_other_gradient(frozen):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(("backend", "capability"), PLACES)
+@pytest.mark.parametrize(("backend", "capability"), PLACES[1:])  # test_rows has its operations on sm_80
 def test_a_layer(backend, capability):
     """nn.MoE whole: the router is float32, which "cuda" does not multiply, so that Triton does."""
     torch.manual_seed(0)

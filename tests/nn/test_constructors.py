@@ -79,10 +79,14 @@ BACKENDS = ["TopKGate", "TreeGate", "XMoEGate", "HyperRouterGate", "EnsembleGate
 BACKENDS += ["ExpertLayer", "MaskedLinear", "FixedRouting"]
 
 
-@pytest.mark.parametrize("name", [name for name in constructors() if name.endswith("Gate")])
+GATES = {name: make for name, make in constructors().items() if name.endswith("Gate")}
+GATES["RandomGate"] = lambda: mnn.RandomGate(E)
+
+
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("shape", [(D,), (2, 3, D)], ids=str)
 def test_gates_refuse_other_shapes_than_tokens_by_features(name, shape):
-    gate = constructors()[name]()
+    gate = GATES[name]()
     words = (
         {"ids": torch.zeros(shape[:-1], dtype=torch.long)}
         if name in ("StableGate", "HashGate", "ManualGate", "EnsembleGate")
