@@ -1,0 +1,108 @@
+"""What the commands of the bench do in which order, and what they print, without measuring anything."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+from bench import __main__ as command
+from bench import profile, tiles
+from bench.console import console
+from tests.helpers.bench import run
+from tests.helpers.stored import Stored
+
+
+class Recorder:
+    """In place of runs.Run: keeps the names and arguments of its calls."""
+
+    def __init__(self, out: Path, request: Any, seconds: float, until: float = math.inf) -> None:
+        self.rows: dict[Any, Any] = {}
+        self.failed, self.path, self.until = False, out, until
+        left = until - time.monotonic()
+        self.calls = [f"begin {request} {seconds} {'no end' if left == math.inf else f'{left / 60:.1f} minutes'}"]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: self.calls.append(f"{name} {given} {named or ''}")
+
+    def result(self) -> None:
+        left = self.until - time.monotonic()
+        self.calls.append(f"result, {'no end' if left == math.inf else f'{left / 60:.1f} minutes left'}")
+
+
+LINES = (
+    "run --op kwta,sinkhorn --backend cpu --dtype float32 --threads 3 --minutes 9 --size N=64 --seconds 0.1",
+    "run --peers none --routing zipf --no-curves --shapes llm",
+    "verify --shapes papers --op tree_gate",
+    "gpu",
+    "gpu --quick --backend cuda",
+    "gpu --no-figures --no-proof --minutes 3",
+    "gpu --quick --proof --op kwta",
+)
+
+
+def test_commands_verify_measure_and_prove_in_their_order(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Recorder] = []
+
+    def begin(*given: Any) -> Recorder:
+        made.append(Recorder(*given))
+        return made[-1]
+
+    monkeypatch.setattr(command, "_begin", begin)
+    monkeypatch.setattr(command, "idle", lambda wanted, rows: "")
+    monkeypatch.setattr(command.document, "write", lambda results, out: ("report.md", "report.html"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    lines = []
+    for line in LINES:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda line=line: line.startswith("gpu"))
+        done = run(*line.split(), "--out", tmp_path)
+        assert done.exit_code == 0, done.output
+        lines += [line, *(f"  {each}" for each in made[-1].calls), done.output]
+    stored("bench_commands", "\n".join(lines).replace(str(tmp_path), "FOLDER"))
+    made[-1].failed = True
+    monkeypatch.setattr(command, "_begin", lambda *given: made[-1])
+    assert run("verify", "--out", tmp_path).exit_code == 1
+
+
+def test_a_profile_is_printed(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [profile.Line("kwta_fwd", 2.0, 12.345, 0.75, 3.2), profile.Line("copy", None, 4.0, 0.25, 1.1)]
+    jobs = []
+
+    def profiled(job: Any, out: Path) -> profile.Profile:
+        jobs.append(f"{job} by {job.backends} on {job.device}, {job.threads}")
+        return profile.Profile(lines, 16.345, 4.0, out / "trace.json")
+
+    monkeypatch.setattr(profile, "profile", profiled)
+    monkeypatch.setattr(profile, "tools", lambda job, options, out: {"tool": " ".join(options)})
+    monkeypatch.setattr(console, "width", 100)
+    words = ("profile", "--op", "kwta", "--backend", "cpu", "--out", tmp_path)
+    printed = ""
+    for more in (("--shape", 2), ("--size", "N=77", "--threads", 3, "--dtype", "bfloat16", "--direction", "forward")):
+        done = run(*words, *more)
+        assert done.exit_code == 0, done.output
+        printed += done.output
+    assert "Nsight" not in run(*words, "--no-tools").output
+    stored("bench_profile", "\n".join([printed, *jobs]).replace(str(tmp_path), "FOLDER"))
+
+
+def test_found_tiles_are_printed_and_written(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = [tiles.Trial("forward", "wide", "128x256", 1.5), tiles.Trial("forward", "wide", "64x64", 2.5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(tiles, "sweep", lambda: iter([trials[:1], "128x512: no room", trials[1:]]))
+    monkeypatch.setattr(tiles, "write", lambda path, device, found: path.write_text(f"{device} {len(found)}"))
+    monkeypatch.setattr(console, "width", 100)
+    done = run("tiles", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    written = [each.read_text() for each in sorted(tmp_path.iterdir())]
+    printed = re.sub(r"\d{8}T\d{4}Z", "DATE", done.output.replace(str(tmp_path), "FOLDER"))
+    stored("bench_tiles", "\n".join([printed, *written]))
