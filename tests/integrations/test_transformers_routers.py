@@ -118,6 +118,13 @@ def test_the_mask_of_a_forward_is_for_it_alone(training):
     model(tokens, attention_mask=mask, position_ids=positions)
     torch.testing.assert_close(block(x), alone)
 
+    def interrupt(*given):
+        raise RuntimeError("stop")
+
+    with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(RuntimeError):
+        model(tokens, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(block(x), alone)
+
 
 def test_any_number_but_0_marks_a_real_token():
     """As numbers of packed documents do."""
