@@ -246,3 +246,22 @@ def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
         return
     assert made == 2 * [(torch.float32, torch.float32)]
     assert torch.equal(found[3], mm(x, leaf[0].t())[:, None])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.7, 5.8])
+def test_the_smaller_share_of_a_node_is_as_exact_as_the_larger_one(target, gamma):
+    """Up to the clamp on either side, where it is 0: not one less the larger share. Of 1.7 and 5.8 the product of
+    gamma and 1 / gamma is not 1 in float32."""
+    half = torch.tensor(gamma).item() / 2
+    far = torch.tensor([half * (1 - 2.0**-place) for place in range(1, 18)] + [half, half * 1.5])
+    t = torch.cat([far, -far])
+    given = {"x": t[:, None], "split_weight": torch.ones(1, 1, 1), "leaf_weight": torch.zeros(1, 2, 1)}
+    _, probs = mk.tree_gate(
+        **{name: each.to(target.device) for name, each in given.items()}, gamma=gamma, backend=target.backend
+    )
+    wide = {name: each.double() for name, each in given.items()}
+    _, expected = mk.tree_gate(**wide, gamma=torch.tensor(gamma).item(), backend="reference")
+    probs, expected = probs.cpu().double(), expected.clone()
+    clamped = t.abs() >= half
+    assert ((probs == 0) == (clamped[:, None, None] & (expected < 0.5))).all()
+    torch.testing.assert_close(probs[~clamped], expected[~clamped], rtol=1e-4, atol=0)
