@@ -128,6 +128,25 @@ def test_every_combination_of_nodes(target, experts):
         assert (least.visited <= statistics.visited).all(), nodes
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_leaves_that_only_float64_tells_apart(backend, sign):
+    """Where the smooth step is 1/2 its slope is 1.5: 1e-11 beside it the likelier leaf has 1e-11 more."""
+    nodes = torch.tensor([[0.0, 1e-11 * sign, -9.0, 9.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    for split, best in ((nodes, None), (1e-11 * sign * torch.ones(1, 1, dtype=torch.float64), int(sign < 0))):
+        experts = split.shape[1] + 1
+        given = {
+            "x": torch.ones(1, 1, dtype=torch.float64),
+            "split_weight": torch.zeros(1, experts - 1, 1, dtype=torch.float64),
+            "leaf_weight": torch.zeros(1, experts, 1, dtype=torch.float64),
+            "split_bias": split,
+        }
+        _, chosen = mk.tree_route(**given, gamma=1.0, backend=backend)[:2]
+        probs = mk.tree_gate(**given, gamma=1.0, backend="reference")[1]
+        assert chosen.item() == probs[0, 0].argmax().item()
+        assert best is None or chosen.item() == best
+
+
 SIZES = [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)]
 LONG = [(2, 1100, 2, 3), (2, 1280, 1, 3)]  # more elements than Triton keeps in registers
 

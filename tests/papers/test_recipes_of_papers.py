@@ -54,6 +54,7 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
     assert sparse <= matched < 1.2 * sparse
+    assert parameters(blocks_with_experts("matched", moe_layers=0)[0]) == dense
     fc1 = blocks_with_experts("matched")[0].task.model.blocks.blocks[0].ffn.fc1
     assert fc1.out_features == 12 * fc1.in_features // 16  # as wide as the model, in the proportions of the others
 
@@ -357,7 +358,11 @@ def test_figures_of_an_evaluation_weigh_batches_by_their_images(side):
 def test_experts_can_be_switched_off_in_evaluation():
     """A layer without its experts adds nothing to the residual connection."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
+    with torch.no_grad():
+        for parameter in run.task.model.parameters():
+            parameter.normal_()
     found = run.evaluate()
+    assert found["test accuracy without experts"] != found["test accuracy"]
     with torch.no_grad():
         for module in run.task.model.modules():
             if hasattr(module, "w_out"):
