@@ -425,6 +425,16 @@ def test_pot_computes_what_sinkhorn_does(direction: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_indices_and_masks_are_compared_too() -> None:
+    x = torch.ones(3)
+    right = (x, torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([True, False]), None)
+    assert len(measure.tensors_of(right)) == 3
+    for place, wrong in ((1, torch.tensor([1, 2, 4])), (2, torch.tensor([True, True]))):
+        other = [*right[:place], wrong, *right[place + 1 :]]
+        assert measure._difference(other, right) > measure.TOLERANCE
+    assert measure._difference(list(right), right) == 0
+
+
 def test_a_kernel_with_random_results_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.repeatable(ROW) == "ok"
     calls = {"forward": lambda inputs: torch.rand(3)}
