@@ -32,6 +32,8 @@ def constructors():
         "CometFFN": {"dim": D, "hidden": 3},
         "MaskedLinear": {"in_features": D, "out_features": 3, "k": 1},
         "FixedRouting": {"widths": (D, 3)},
+        "CometMLP": {"widths": (D, 5, 3)},
+        "RandomGate": {"num_experts": E},
         "MoE": {"gate": softmax, "experts": experts},
         "MultiGateMoE": {"gates": [softmax], "experts": experts},
     }

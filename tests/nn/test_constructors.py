@@ -80,7 +80,6 @@ BACKENDS += ["ExpertLayer", "MaskedLinear", "FixedRouting"]
 
 
 GATES = {name: make for name, make in constructors().items() if name.endswith("Gate")}
-GATES["RandomGate"] = lambda: mnn.RandomGate(E)
 
 
 @pytest.mark.parametrize("name", GATES)

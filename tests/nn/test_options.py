@@ -47,6 +47,12 @@ OPTIONS = [
     ("ExpertLayer", {}, {"activation": "gelu", "bias": False, "dropout": 0.5} | DTYPE),
     ("CometFFN", {"hidden": 20}, {"p": 0.2, "activation": "relu", "dropout": 0.5, "ties": "all"} | DTYPE),
     ("MaskedLinear", {}, {"activation": "tanh", "bias": False, "ties": "all"} | DTYPE),
+    (
+        "CometMLP",
+        {"widths": (D, 20, 3)},
+        {"p": 0.2, "activation": "tanh", "bias": False, "ties": "all"} | GENERATOR | DTYPE,
+    ),
+    ("RandomGate", {}, {"inference": "ids"} | GENERATOR),
     ("FixedRouting", {"widths": (D, 9)}, {"p": 0.2, "ties": "all"} | GENERATOR | DTYPE),
     ("MoE", {}, {"policy": policies.TokenChoice(0.5), "expert_dropout": 0.5, "output": "tensor"}),
     ("MoE", {"policy": policies.TokenChoice(0.5)}, {"pass_through": True}),
@@ -88,7 +94,7 @@ def inputs(layer: torch.nn.Module) -> tuple:
         return x, x[:, :3]
     return (
         (x,)
-        if isinstance(layer, mnn.CometFFN | mnn.FixedRouting)
+        if isinstance(layer, mnn.CometFFN | mnn.FixedRouting | mnn.CometMLP)
         else (x, torch.arange(T) % (2 if isinstance(layer, mnn.EnsembleGate) else IDS))
     )
 
@@ -128,6 +134,12 @@ def test_another_value_changes_the_layer(name, given, option, value):
     one, again = behaviour(name, given), behaviour(name, given)
     assert str(one) == str(again)  # else this test could not fail
     assert str(behaviour(name, given | {option: value})) != str(one)
+
+
+def test_every_layer_is_here():
+    layers = {name for name in mnn.__all__ if inspect.isclass(getattr(mnn, name))}
+    layers = {name for name in layers if issubclass(getattr(mnn, name), torch.nn.Module)}
+    assert layers - constructors().keys() == {"Experts", "Gate"}  # bases of others
 
 
 def test_every_option_is_here():

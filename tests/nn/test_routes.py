@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_kernels as mk
 from moe_kernels import nn as mnn
+from moe_kernels.nn.routes import unwrapped
 
 D, E, K, T = 8, 6, 2, 10
 X = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
@@ -205,3 +206,28 @@ def test_too_few_tokens_or_calls():
         model(X[:4])
     with mnn.replay_routing(model, routes), pytest.raises(ValueError, match="runs more often than it was recorded, 1"):
         model(model(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("", ""),
+        ("module", ""),
+        ("_orig_mod", ""),
+        ("module._orig_mod.module.base_model.model", ""),
+        ("module.base_model.model.blocks.0._checkpoint_wrapped_module.module", "blocks.0.module"),
+        ("base_model.other.model", "base_model.other.model"),
+    ],
+)
+def test_names_without_what_wrappers_add(name, plain):
+    assert unwrapped(name) == plain
+
+
+def test_a_wrapped_gate_replays_what_it_recorded_alone():
+    gate, x = mnn.TopKGate(D, E, 2), torch.randn(7, D)
+    with mnn.record_routing(gate) as record:
+        recorded = gate(x).experts
+    wrapped = torch.nn.Module()
+    wrapped.module = gate
+    with mnn.replay_routing(wrapped, record):
+        assert torch.equal(gate(x.flip(0)).experts, recorded)
