@@ -364,7 +364,14 @@ def test_the_gate_of_gpt_oss_is_recognised_by_its_values():
             gate, up = pre[..., ::2].clamp(max=self.limit), pre[..., 1::2].clamp(max=self.limit)
             return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
-    for kind in (Other, ClampedAboveAlone):
+    class Own(type(experts_of("gpt_oss"))):
+        _apply_gate = Other._apply_gate
+
+    class Same(type(experts_of("gpt_oss"))):
+        pass
+
+    assert mk_transformers._is_clamped(Same)
+    for kind in (Other, ClampedAboveAlone, Own):
         assert not mk_transformers._is_clamped(kind)
     assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
 

@@ -136,6 +136,13 @@ def test_another_value_changes_the_layer(name, given, option, value):
     assert str(behaviour(name, given | {option: value})) != str(one)
 
 
+@pytest.mark.parametrize(("name", "given"), [(name, given) for name, given, others in OPTIONS if "bias" in others])
+def test_a_layer_without_bias_has_none(name, given):
+    layer = constructors()[name](**given, bias=False)
+    assert not [each for each in layer.state_dict() if "bias" in each or each.startswith("b_")]
+    assert [each for each in constructors()[name](**given).state_dict() if "bias" in each or each.startswith("b_")]
+
+
 def test_every_layer_is_here():
     layers = {name for name in mnn.__all__ if inspect.isclass(getattr(mnn, name))}
     layers = {name for name in layers if issubclass(getattr(mnn, name), torch.nn.Module)}
