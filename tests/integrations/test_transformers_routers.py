@@ -126,6 +126,17 @@ def test_the_mask_of_a_forward_is_for_it_alone(training):
     torch.testing.assert_close(block(x), alone)
 
 
+def test_a_mask_may_be_given_by_its_place():
+    """Of Qwen3MoeForCausalLM's forward attention_mask is the second argument."""
+    model, (tokens, mask, positions) = model_of().eval(), padded("left")
+    expected = model(tokens, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(model(tokens, mask, positions).logits, expected)
+    seen = []
+    routers(model)[0].register_forward_pre_hook(lambda module, given: seen.append(module._mask))
+    model(tokens, mask, positions)
+    assert torch.equal(seen[0], mask.bool())
+
+
 def test_any_number_but_0_marks_a_real_token():
     """As numbers of packed documents do."""
     model, (tokens, mask, positions), found = model_of(), padded("right"), []
