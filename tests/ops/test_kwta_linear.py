@@ -168,13 +168,13 @@ def test_gradients_depend_on_the_batch():
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_threads_do_not_change_bits(isa, monkeypatch):
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
-    x, weight, bits = random(600, 300), random(400, 300), masks(600, 400, 40)
-    found = []
-    for count in (1, 2, 7):
-        with threads(count):
-            found.append(mk.kwta_linear(x, weight, bits, backend="cpu"))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    x, weight, bias = random(600, 300), random(900, 300), random(900)
+    for winners in (40, 500):  # winners first, and products of all
+        bits, found = masks(600, 900, winners), []
+        for count in (1, 2, 7, 2, 7, 2, 7):
+            with threads(count):
+                found.append(mk.kwta_linear(x, weight, bits, bias=bias, backend="cpu"))
+        assert all(torch.equal(found[0], each) for each in found)
 
 
 def test_vmap_and_flops():
