@@ -153,7 +153,10 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
     signs = (grad, grad.abs(), -grad.abs())  # the classes of positive and of negative subnormals
-    for each in (*signs, *(one.roll(16) for one in signs)):  # the first numbers are in the first or in the second vector of 16
+    for each in (
+        *signs,
+        *(one.roll(16) for one in signs),
+    ):  # the first numbers are in the first or in the second vector of 16
         found = cpu.activation_bwd(each[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
         assert torch.equal(found[0].view(torch.int16), each.view(torch.int16))
 

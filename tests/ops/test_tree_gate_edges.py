@@ -265,3 +265,17 @@ def test_the_smaller_share_of_a_node_is_as_exact_as_the_larger_one(target, gamma
     clamped = t.abs() >= half
     assert ((probs == 0) == (clamped[:, None, None] & (expected < 0.5))).all()
     torch.testing.assert_close(probs[~clamped], expected[~clamped], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("trees", [1, 2, 4])
+def test_the_gate_of_the_only_expert_in_reach_is_1(target, trees):
+    """On GPUs exactly, for any logit of that leaf: they divide a sum by itself. Others multiply by its reciprocal."""
+    tokens, expert = 150, 2
+    given = {"x": torch.linspace(-3, 3, tokens)[:, None], "leaf_weight": torch.randn(trees, 4, 1)}
+    given |= {"split_weight": torch.zeros(trees, 3, 1), "leaf_bias": torch.randn(trees, 4)}
+    given["split_bias"] = torch.tensor([[-9.0, 0.1, 9.0]]).repeat(trees, 1)  # right, then left
+    given = {name: each.to(target.device) for name, each in given.items()}
+    gates, _ = mk.tree_gate(**given, gamma=1.0, backend=target.backend)
+    exact = target.backend in ("triton", "cuda")
+    expected = torch.eye(4)[expert].expand(tokens, 4)
+    torch.testing.assert_close(gates.cpu(), expected, atol=0, rtol=0 if exact else 2.0**-22)
