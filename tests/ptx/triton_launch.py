@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -176,22 +175,6 @@ def _locked_compile(compile: Any) -> Any:
     return locked
 
 
-def _cache_manager() -> type:
-    from triton.runtime.cache import FileCacheManager
-
-    class Manager(FileCacheManager):
-        def put(self, data: Any, filename: str, binary: bool = True) -> str:
-            """Without Triton's temporary folder for each file, which costs a twentieth of a compilation."""
-            path = self._make_path(filename)
-            part = f"{path}.{os.getpid()}"
-            with open(part, "wb") as file:
-                file.write(data if isinstance(data, bytes) else str(data).encode())
-            os.replace(part, path)
-            return str(path)
-
-    return Manager
-
-
 @functools.cache
 def share_compilations() -> None:
     """From here on compilations of this process stop at PTX, and processes share the compiled kernels."""
@@ -199,7 +182,6 @@ def share_compilations() -> None:
     import triton.compiler
 
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
-    triton.knobs.cache.manager_class = _cache_manager()
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
     triton.compiler.compile = _locked_compile(triton.compiler.compile)
 
