@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from bench import registry, runs, timing
+from bench import console, registry, runs, timing
 from moe_kernels.verify import verify
 from tests.helpers.bench import ENTRY
 from tests.helpers.measured import tree  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine, too, commands print no lines of the kind "5 s so far"."""
+    monkeypatch.setattr(console, "SILENT_SECONDS", 3600.0)
 
 
 @pytest.fixture
