@@ -226,10 +226,24 @@ def count(
         "counted_shape": label(case.counted_shape),
         "torch_products": case.torch_products,
         "elements": elements,
+        "flops": flops(case.operation, case.shape, dtype, direction),
         "date": datetime.date.today().isoformat(),
         "sources": ledger.digest(case.operation, backend),
         "launches": [each | {"full": one} for each, one in zip(launches, full, strict=True)],
     }
+
+
+def flops(operation: str, shape: Shape, dtype: torch.dtype, direction: str) -> float:
+    """FLOPs of a call, which grow with its first size, from a call with at most 64 of these."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
+    entry, first = entry_of(operation), next(iter(shape))
+    small = {**shape, first: min(shape[first], 64)}
+    if {"E", "K", "H"} <= shape.keys():  # rows, not experts, have FLOPs: weights of few experts are enough
+        small["E"] = shape["K"]
+    with FlopCounterMode(display=False) as counter:
+        entry.kernel("cpu")[direction](entry.inputs(small, dtype, "cpu"))
+    return counter.get_total_flops() * shape[first] / small[first]
 
 
 # Counts of a launch that grow with its shape.

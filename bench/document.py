@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ CAPTIONS = {
     "line is steeper, its time grows faster than the work.",
     "load": "Number of choices that each expert gets, for each kind of routing. The line is the mean.",
 }
+PNG = "data:image/png;base64,"
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 13px; margin: 1em 0 }
@@ -38,6 +40,7 @@ th, td { border: 1px solid #ddd; padding: 0.2em 0.6em; text-align: left }
 th { background: #f4f4f4 } tr:nth-child(even) { background: #fafafa } img { max-width: 100% }"""
 
 
+@ledger.settled()
 def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) -> tuple[Path, Path]:
     """Writes report.md and report.html, which has pictures too."""
     from bench import plot  # imports matplotlib, which takes half a second
@@ -51,7 +54,12 @@ def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) 
 
 def page(text: str) -> str:
     """The HTML page of a Markdown text."""
+    pictures = re.findall(f"{PNG}[^)]+", text)
+    for number, picture in enumerate(pictures):  # the renderer takes a second for a link of a megabyte
+        text = text.replace(picture, f"picture-{number}.png", 1)
     body = MarkdownIt("commonmark").enable("table").render(text)
+    for number, picture in enumerate(pictures):
+        body = body.replace(f"picture-{number}.png", picture, 1)
     head = f'<meta charset="utf-8"><title>moe_kernels, measured</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}</body></html>\n"
 
@@ -81,7 +89,7 @@ def _device(result: ledger.Result, pictures: dict[str, bytes], root: Path) -> li
     if stale:
         parts.append(f"**Stale**, because their sources changed since they ran: {', '.join(stale)}.")
     for name, png in pictures.items():
-        parts += [f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})", CAPTIONS[name]]
+        parts += [f"![{name}]({PNG}{base64.b64encode(png).decode()})", CAPTIONS[name]]
     figures = [figure for entry in entries for figure in entry["figures"]]
     if figures:
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]

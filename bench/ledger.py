@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -119,7 +119,29 @@ def _called(op: str, root: Path) -> set[str]:
     return {name for groups in found for name in groups} & set(operations(root))
 
 
+_digests: dict[tuple[str, str, Path], str] | None = None
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Inside the block no source changes, so each digest is computed once. A report asks for some 2000."""
+    global _digests
+    before = _digests
+    _digests = {} if before is None else before
+    try:
+        yield
+    finally:
+        _digests = before
+
+
 def digest(op: str, backend: str, root: Path = ROOT) -> str:
+    known = {} if _digests is None else _digests
+    if (op, backend, root) not in known:
+        known[op, backend, root] = _digest(op, backend, root)
+    return known[op, backend, root]
+
+
+def _digest(op: str, backend: str, root: Path) -> str:
     found = hashlib.sha256()
     for path in sources(op, backend, root):
         code = _code(path.suffix, path.read_text())
@@ -204,6 +226,7 @@ def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
     return entry["sources"] != digest(entry["operation"], entry["backend"], root)
 
 
+@settled()
 def stale(result: Result, root: Path = ROOT) -> list[str]:
     """The operations and backends of a result whose sources have changed since, each as in "kwta cuda"."""
     return sorted({f"{each['operation']} {each['backend']}" for each in result["entries"] if is_stale(each, root)})
@@ -272,6 +295,7 @@ def _is_result_of(entry: dict[str, Any], op: str, backend: str) -> bool:
     return same and entry["backend"] == backend and on_gpu
 
 
+@settled()
 def states(results: Iterable[Result], root: Path = ROOT) -> dict[str, dict[str, str]]:
     """The whole ledger: operation -> backend -> state."""
     kept = list(results)

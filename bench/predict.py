@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench import counting, ledger, registry
-from bench.entry import Entry, Shape
+from bench.entry import Shape
 from bench.gpus import GPUS, WARPS_A_CYCLE, Gpu, figures
 from bench.tables import markdown, microseconds
 
@@ -136,6 +136,7 @@ def side_by_side(counts: dict[str, Any], gpu: Gpu) -> int:
     return max(min(memory, 65536 // (PRODUCT_REGISTERS * counts["threads"]), gpu.threads // counts["threads"]), 1)
 
 
+@ledger.settled()
 def predict(
     gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT, ops: Collection[str] = ()
 ) -> list[Prediction]:
@@ -164,10 +165,14 @@ def _of_gpu(counts: list[dict[str, Any]], gpu: Gpu) -> list[dict[str, Any]]:
 
 
 def prediction(count: dict[str, Any], gpu: Gpu, stale: bool = False) -> Prediction:
-    size = {name: _value(text) for name, _, text in (each.partition("=") for each in count["shape"].split())}
-    flops, least = _work(count["operation"], count["dtype"], count["direction"], tuple(size.items()))
+    least, flops = _least_bytes(count, sizes_in(count["shape"])), float(count["flops"])
     launches = tuple(launch(one, count, gpu) for one in count["launches"])
     return Prediction(count, launches, stale, flops, least, _floors(gpu, count, flops, least))
+
+
+def _least_bytes(count: dict[str, Any], size: Shape) -> float:
+    known, dtype = counting.entry_of(count["operation"]), getattr(torch, count["dtype"])
+    return known.least_bytes(size, dtype, count["direction"])
 
 
 def _floors(gpu: Gpu, count: dict[str, Any], flops: float, least_bytes: float) -> dict[str, float]:
@@ -182,16 +187,9 @@ def floors(gpu: Gpu, dtype: str, flops: float, least_bytes: float) -> dict[str, 
     return {"DRAM": least_bytes / gpu.gb_per_s * 1e-3, "tensor": 0.0, pipe: products}
 
 
-@cache
-def _work(op: str, dtype: str, direction: str, size: tuple[tuple[str, Any], ...]) -> tuple[float, float]:
-    """FLOPs and least bytes of a call."""
-    known, shape, kind = counting.entry_of(op), dict(size), getattr(torch, dtype)
-    return _flops(known, shape, kind, direction), known.least_bytes(shape, kind, direction)
-
-
 def sizes_of(made: Prediction) -> dict[str, Any]:
     """The sizes of the call by name."""
-    return {name: _value(text) for name, _, text in (each.partition("=") for each in made.count["shape"].split())}
+    return sizes_in(made.count["shape"])
 
 
 def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Prediction]:
@@ -201,8 +199,14 @@ def resized(made: Prediction, size: Mapping[str, Any], gpu: Gpu) -> list[Predict
     if not size.keys() & old.keys():
         return []
     new = {name: size.get(name, value) for name, value in old.items()}
-    flops, least = _work(count["operation"], count["dtype"], count["direction"], tuple(new.items()))
-    return [replace(scaled(made, flops, least, gpu), count=count | {"shape": registry.label(new)})]
+    flops = _flops(count["operation"], count["dtype"], count["direction"], tuple(new.items()))
+    made = scaled(made, flops, _least_bytes(count, new), gpu)
+    return [replace(made, count=count | {"shape": registry.label(new)})]
+
+
+@cache  # since both backends and several GPUs are asked for the same call
+def _flops(op: str, dtype: str, direction: str, size: tuple[tuple[str, Any], ...]) -> float:
+    return counting.flops(op, dict(size), getattr(torch, dtype), direction)
 
 
 def scaled(made: Prediction, flops: float, least_bytes: float, gpu: Gpu) -> Prediction:
@@ -222,6 +226,10 @@ def scaled(made: Prediction, flops: float, least_bytes: float, gpu: Gpu) -> Pred
     return replace(made, launches=tuple(launches))
 
 
+def sizes_in(shape: str) -> dict[str, Any]:
+    return {name: _value(text) for name, _, text in (each.partition("=") for each in shape.split())}
+
+
 def _value(text: str) -> int | float | str:
     for kind in (int, float):
         try:
@@ -229,19 +237,6 @@ def _value(text: str) -> int | float | str:
         except ValueError:
             continue
     return text
-
-
-def _flops(known: Entry, shape: Shape, dtype: torch.dtype, direction: str) -> float:
-    """FLOPs of a call, which grow with its first size, from a call with at most 64 of these."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
-
-    first = next(iter(shape))
-    small = {**shape, first: min(shape[first], 64)}
-    if {"E", "K", "H"} <= shape.keys():  # rows, not experts, have FLOPs: weights of few experts are enough
-        small["E"] = shape["K"]
-    with FlopCounterMode(display=False) as counter:
-        known.kernel("cpu")[direction](known.inputs(small, dtype, "cpu"))
-    return counter.get_total_flops() * shape[first] / small[first]
 
 
 def at(
@@ -311,11 +306,10 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
 def record(each: Prediction, gpu: Gpu) -> dict[str, Any]:
     """A row of `--json`. us: the prediction; pipes: the sums of the launches' times by resource."""
     names = ("operation", "backend", "dtype", "direction")
-    sizes = {name: _value(text) for name, _, text in (one.partition("=") for one in each.count["shape"].split())}
     pipes = {name: sum(one.us[name] for one in each.launches) for name in BOUNDS}
     return {
         **{name: each.count[name] for name in names},
-        "sizes": sizes,
+        "sizes": sizes_of(each),
         "gpu": gpu.name,
         "flops": each.flops,
         "least_bytes": each.least_bytes,

@@ -36,7 +36,7 @@ def launched(**changes) -> dict:
 def counted(*launches: dict, **changes) -> dict:
     facts = {"operation": "kwta", "backend": "cuda", "dtype": "bfloat16", "direction": "forward"}
     facts |= {"shape": "R=8 N=4 p=0.5", "counted_shape": "R=4 N=4 p=0.5", "capability": 80, "torch_products": False}
-    return facts | {"elements": 16, "date": "2026-11-23", "sources": "", "launches": list(launches)} | changes
+    return facts | {"elements": 16, "flops": 32, "date": "2026-11-23", "sources": "", "launches": list(launches)} | changes
 
 
 def made(each: dict, stale: bool = False) -> predict.Prediction:
@@ -163,7 +163,8 @@ def test_a_part_of_a_count_grows_with_the_experts_and_the_rest_with_the_tokens()
 
 def test_a_count_is_extrapolated_from_two_calls(monkeypatch):
     """To 16 times as many experts and 256 times as many tokens."""
-    shapes = {"T": 32, "E": 8}, {"T": 8192, "E": 128}
+    rest = {"D": 4, "H": 6, "K": 2, "routing": "uniform"}
+    shapes = {"T": 32, "E": 8, **rest}, {"T": 8192, "E": 128, **rest}
     case = counting.Case("expert_mlp", registry.ENTRIES["expert_mlp"], shapes[1], shapes[0], ("T",), fixed="E")
     found = {32: launched(bytes_read=700), 64: launched(bytes_read=800)}  # 600 of weights
     monkeypatch.setattr(counting, "_launches", lambda case, *rest: ([found[case.counted_shape["T"]]], 9))
@@ -232,6 +233,21 @@ def test_every_gpu_kernel_was_counted(backend):
     for gpu in predict.GPUS.values():
         for each in predict.predict(gpu):
             assert all(launch.least > 0 for launch in each.launches)
+
+
+def test_stored_flops_are_those_of_the_calls() -> None:
+    of_size = {"kwta": lambda R, N, p: R * N, "grouped_gemm": lambda T, D, H, E, K, **rest: 2 * T * K * D * H}
+    counts = counting.read()
+    for each in counts:
+        sizes = predict.sizes_in(each["shape"])
+        if each["operation"] in of_size:
+            times = {"grouped_gemm forward": 1, "grouped_gemm training": 3, "kwta forward": 1, "kwta training": 2}
+            factor = times[f"{each['operation']} {each['direction']}"]
+            assert each["flops"] == factor * of_size[each["operation"]](**sizes), each["shape"]
+    for op in {each["operation"] for each in counts}:
+        each = min((each for each in counts if each["operation"] == op), key=lambda each: each["elements"])
+        sizes, dtype = predict.sizes_in(each["shape"]), getattr(torch, each["dtype"])
+        assert each["flops"] == counting.flops(op, sizes, dtype, each["direction"]), op
 
 
 @pytest.mark.parametrize("gpu", predict.GPUS.values(), ids=lambda gpu: gpu.name)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench import counting, ledger, pipes
+from bench import counting, ledger, pipes, predict
 from tests.helpers.bench import PEER
 
 
@@ -130,9 +131,11 @@ def counted(tree: Path) -> list[dict[str, Any]]:
         each = {"kernel": f"{op}_kernel", "threads": 256, "shared_bytes": 30000, "barriers": 4, **grown}
         second = each | {"kernel": "small", "tensor_flops": 0, "loop_instructions": 0, "bytes_read": 9e7}
         launches = [one | {"full": {name: one[name] for name in grown}} for one in (each, second)]
+        flops = counting.flops(op, predict.sizes_in(shape), getattr(torch, dtype), direction)
         found.append({
             "operation": op, "backend": backend, "dtype": dtype, "direction": direction, "capability": 80,
             "shape": shape, "counted_shape": shape, "torch_products": op == "tree_gate", "elements": 100_000,
+            "flops": flops,
             "date": "2026-01-02", "sources": "changed" if op == "sinkhorn" else ledger.digest(op, backend, tree),
             "launches": launches,
         })  # fmt: skip
