@@ -12,18 +12,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-# Tests that wait for a process or a time limit leave a core to one more of pytest's processes.
-WORKERS = $(shell echo $$(($(JOBS) + 1)))
+# Tests that wait for a process or a time limit leave their core to further processes of pytest.
+WORKERS = $(shell echo $$(($(JOBS) + 2)))
 
 ifeq ($(VENV),0)
 RUN := $(PYTHON)
 READY :=
+COMPILER :=
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
+COMPILER := $(VENV)/compiler
 endif
 
-.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build clean
+.PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build extension clean
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -48,7 +50,7 @@ visible_gpu:
 
 # With this order, which also holds under make -j, a machine without a GPU installs and builds nothing for make gpu.
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
-build $(READY): | visible_gpu
+build $(COMPILER) $(READY): | visible_gpu
 endif
 
 SAVED := bench/out/regression
@@ -89,13 +91,21 @@ hub: $(READY)
 matrix:
 	$(PYTHON) -m release.matrix --write $(MATRIX)
 
-build: $(READY)
+# The compiler needs three of the packages; it works while pip, which uses one core, installs the rest.
+build: $(COMPILER)
+	@$(MAKE) --no-print-directory -j2 extension $(READY)
+
+extension: $(COMPILER)
 	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
 	$(RUN) setup.py build_ext --inplace
 
-$(VENV)/ready: requirements-dev.txt
-	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes
+$(VENV)/compiler: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
+	grep -E '^(setuptools|pybind11|ninja)==' $< | xargs $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+	touch $@
+
+$(VENV)/ready: $(VENV)/compiler
+	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
