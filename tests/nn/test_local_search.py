@@ -200,6 +200,12 @@ def test_rounding_is_doubly_stochastic_and_leaves_what_is():
         torch.testing.assert_close(round_to_doubly_stochastic(p).sum(dim), ones)
     identity = torch.eye(6)
     assert torch.equal(round_to_doubly_stochastic(identity), identity)
+    small = torch.tensor([[0.5, 0.25], [0.25, 0.25]])  # no sum exceeds 1: p + r c^T / sum(r), r = c = (1/4, 1/2)
+    missing = torch.tensor([[1 / 16, 1 / 8], [1 / 8, 1 / 4]]) / 0.75
+    torch.testing.assert_close(round_to_doubly_stochastic(small), small + missing)
+    above = torch.tensor([[1.0, 1.0], [0.0, 0.5]])  # first row divided by 2, then the second column (.5 + .5) by 1
+    expected = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
+    torch.testing.assert_close(round_to_doubly_stochastic(above), expected)
 
 
 def test_search_learns_the_permutation_that_a_loss_asks_for():
