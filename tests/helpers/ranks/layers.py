@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -266,6 +267,11 @@ def masked_over_ranks() -> None:
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
     _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" would import torch._inductor
+    layer = mlp()(None)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(1)})
+    forward = torch.compile(lambda x: layer(x).y, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="ExpertParallel: capacity=1 is too small"):
+        forward(tokens())
 
 
 def compiled_around_the_exchange() -> None:
