@@ -130,7 +130,7 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
 
 
 def _proton(job: measure.Job, folder: Path) -> str:
-    if importlib.util.find_spec("triton.profiler") is None:
+    if not all(map(importlib.util.find_spec, ("triton", "triton.profiler"))):
         return "not run: triton.profiler is not installed"
     from triton import profiler as proton
 

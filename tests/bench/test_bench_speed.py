@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ from tests.helpers.planted import plant
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from bench import compare, ledger, measure, profile, registry, routing, timing, tracing
+from bench import compare, ledger, measure, peers, profile, registry, routing, timing, tracing
 from bench.runs import Run
 from moe_kernels.verify import threads
 from tests.helpers.bench import ROW, run
@@ -338,6 +339,25 @@ def test_proton_writes_the_file_that_is_named(monkeypatch, tmp_path: Path) -> No
     assert Path(profile._proton(JOBS[0], tmp_path)).is_file()
 
 
+def test_a_call_that_cannot_be_measured_is_not_profiled(monkeypatch, tmp_path: Path) -> None:
+    reasons = ["peer a: not installed", "kwta: no room in the GPU's memory"]
+    monkeypatch.setattr(measure, "ceilings", lambda jobs: {})
+    monkeypatch.setattr(measure, "run", lambda *given: iter([measure.Found(left_out=reasons)]))
+    with pytest.raises(RuntimeError, match=f"^{reasons[-1]}$"):
+        profile.profile(JOBS[0], tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_missing_tools_are_named(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = {"Nsight Compute": "not run: ncu is not installed"}
+    said["proton"] = "not run: triton.profiler is not installed"
+    for missing in ("triton", "triton.profiler"):
+        monkeypatch.delitem(sys.modules, "triton.profiler", raising=False)
+        monkeypatch.setitem(sys.modules, missing, None)
+        assert profile.tools(replace(JOBS[0], device="cuda"), [], tmp_path) == said
+
+
 def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
     kinds = torch.autograd.DeviceType
     events = [
@@ -375,3 +395,28 @@ def test_the_gpu_command_fails_without_a_gpu() -> None:
     done = run("gpu")
     assert done.exit_code == 2
     assert "No GPU" in done.output
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "changes", "reason"),
+    [
+        ("cuda", torch.float32, {}, ""),
+        ("cpu", torch.float32, {}, "takes cuda tensors only"),
+        ("cpu", torch.float32, {"device": ""}, ""),
+        ("cuda", torch.bfloat16, {}, "does not take bfloat16"),
+        ("cuda", torch.float16, {"module": "a_missing_package"}, "a_missing_package is not installed"),
+        ("cpu", torch.bfloat16, {"reason": "takes no plan"}, "takes no plan"),
+    ],
+    ids=str,
+)
+def test_why_a_peer_cannot_run(device: str, dtype: torch.dtype, changes: dict, reason: str) -> None:
+    peer = peers.Peer("a peer", "math", device="cuda", dtypes=(torch.float32, torch.float16))
+    assert replace(peer, **changes).missing(device, dtype) == reason
+
+
+def test_outputs_that_do_not_fit_are_infinitely_different() -> None:
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
+    assert measure._difference((one, None), [one, 7]) == 0
+    assert measure._difference((one, two), (one, one)) == pytest.approx(0.1)
+    for other in ((one, one), (), one[:1], one[None], torch.tensor([3.0, math.nan])):
+        assert measure._difference(one, other) == measure._difference(other, one) == math.inf
