@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 
 import pytest
 import scipy.optimize
@@ -17,7 +18,7 @@ from moe_kernels.papers.recipes import Batch, Splits, movielens
 from moe_kernels.papers.studies import permutation, search, similarity, utilisation
 from moe_kernels.papers.train.loop import Run
 from tests.helpers.results import options_of
-from tests.helpers.small_sets import ratings
+from tests.helpers.small_sets import WORDS, ratings
 
 
 def shown(printed, folder, pictures):
@@ -51,6 +52,18 @@ def test_similarity_of_masks_and_activations(tmp_path, capsys, stored, pictures,
     (line,) = (line.split() for line in printed.splitlines() if line.startswith("0.2"))
     assert float(line[1]) > 0.7
     assert (tmp_path / "similarity.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_slope_and_correlation_by_hand():
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 2.0, -3.0])
+    assert similarity._slope(a, b) == pytest.approx(-3.5)
+    assert similarity._correlation(a, b) == pytest.approx(-1)
+    assert similarity._correlation(a, torch.tensor([5.0, 9.0, 7.0])) == pytest.approx(0.5)
+    constant = torch.ones(3)
+    assert math.isnan(similarity._slope(constant, b))
+    assert similarity._slope(a, constant) == 0
+    assert math.isnan(similarity._correlation(a, constant))
+    assert math.isnan(similarity._correlation(constant, b))
 
 
 def test_similarities_are_those_of_the_network():
@@ -168,6 +181,17 @@ def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(
     assert (tmp_path / "new" / "er" / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_sets_of_a_utilisation_have_equally_many_pixels(monkeypatch, capsys):
+    y, found = torch.zeros(4, dtype=torch.long), {}
+    for name, side in (("one", 3), ("two", 4)):
+        x = torch.randn(4, side * side)
+        found[name] = data.Images(name, x, y, x, y, ("a",), (1, side, side))
+    monkeypatch.setattr(data, "load", found.get)
+    for centre in ("--centre", "--no-centre"):
+        assert main(["study", "utilisation", "--data", "one", "--other", "two", centre]) == 2
+        assert capsys.readouterr().err == "study: utilisation: two must have 9 pixels, got 16\n"
+
+
 def test_the_picture_of_a_search_has_the_trials_as_x(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -186,6 +210,16 @@ def test_a_study_that_cannot_start_explains_why(capsys):
         main(["study", "tea"])
     assert "there is no study 'tea'; there are permutation, search, similarity, utilisation" in capsys.readouterr().err
     assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
+
+
+@pytest.mark.parametrize(
+    ("study", "kind"), [("utilisation", "Images"), ("permutation", "Ratings"), ("search", "Ratings")]
+)
+def test_a_study_says_which_kind_of_data_it_needs(tmp_path, capsys, study, kind):
+    path = tmp_path / "words.txt"
+    path.write_text(WORDS)
+    assert main(["study", study, "--data", str(path)]) == 2
+    assert capsys.readouterr().err == f"study: {study} needs {kind}, but {path} has words\n"
 
 
 @pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0

@@ -39,10 +39,10 @@ class UtilisationStudy(Study):
 
     def run(self, out: Path | None) -> None:
         first, second = self._images(self.data), self._images(self.other) if self.other else None
-        mean = first.mean(0) if self.centre else torch.zeros(())
-        first, second = first - mean, None if second is None else second - mean
         if second is not None and second.shape[1] != first.shape[1]:
             raise ValueError(f"utilisation: {self.other} must have {first.shape[1]} pixels, got {second.shape[1]}")
+        mean = first.mean(0) if self.centre else torch.zeros(())
+        first, second = first - mean, None if second is None else second - mean
         generator = torch.Generator().manual_seed(self.seed)
         rows = []
         extremes: dict[str, tuple[float, list[Tensor]]] = {}
