@@ -36,7 +36,9 @@ def launched(**changes) -> dict:
 def counted(*launches: dict, **changes) -> dict:
     facts = {"operation": "kwta", "backend": "cuda", "dtype": "bfloat16", "direction": "forward"}
     facts |= {"shape": "R=8 N=4 p=0.5", "counted_shape": "R=4 N=4 p=0.5", "capability": 80, "torch_products": False}
-    return facts | {"elements": 16, "flops": 32, "date": "2026-11-23", "sources": "", "launches": list(launches)} | changes
+    return (
+        facts | {"elements": 16, "flops": 32, "date": "2026-11-23", "sources": "", "launches": list(launches)} | changes
+    )
 
 
 def made(each: dict, stale: bool = False) -> predict.Prediction:

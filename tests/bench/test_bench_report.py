@@ -253,6 +253,22 @@ def test_pictures_of_a_run_show_its_figures(tree: Path) -> None:
     assert [bar.get_height() for bar in zipf.patches] == [6, 1, 1, 0]
 
 
+@pytest.mark.parametrize(("curves", "hidden"), [(1, 0), (3, 0), (4, 2), (6, 0)])
+def test_pictures_show_no_axes_without_data(tree: Path, curves: int, hidden: int) -> None:
+    (figure,) = result_of(tree, "cuda")["entries"][0]["figures"]
+    axes = plot._scaling([figure | {"op": f"op {number}"} for number in range(curves)]).axes
+    assert [each.get_visible() for each in axes] == [True] * curves + [False] * hidden
+    assert plot._scaling([]) is None
+    assert plot._peers([]) is plot._peers([figure | {"peers": {}}]) is None
+
+
+def test_results_without_figures_have_no_table(tree: Path) -> None:
+    empty = result_of(tree, "cpu", gpu=False, figures=[])
+    assert list(report.measured_tables([empty], tree)) == []
+    assert report.measured([empty], tree) == "Nothing measured yet."
+    assert [device for device, *_ in report.measured_tables([empty, result_of(tree, "cuda")], tree)] == ["Some GPU"]
+
+
 def test_growth_of_time_and_of_work(tree: Path) -> None:
     """From 10 us at half of the ceiling to 90 us at a sixth: the least time grows from 5 to 15 us."""
     (entry,) = result_of(tree, "cuda")["entries"]
@@ -297,6 +313,14 @@ def test_compare_uses_memcpy_on_a_cpu_and_skips_figures_of_one_run(tree: Path) -
     figures[0] = figures[0] | {"us": 5.0, "over_memcpy": 3.0, "peers": {PEER: 7.0}}
     (change,) = compare.changes(before, after)
     assert (change.before, change.after, change.slowdown) == (1.5, 3.0, 2.0)
+
+
+def test_results_of_two_devices_are_not_compared(tree: Path) -> None:
+    gpu, cpu = (saved(result_of(tree, "cuda", gpu=gpu), tree / str(gpu)) for gpu in (True, False))
+    done = run("compare", gpu, cpu)
+    said = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2
+    assert "expected two results of one device; got Some GPU and Some CPU" in said
 
 
 def test_compare_ignores_a_change_of_memcpy_alone_on_a_cpu(tree: Path) -> None:

@@ -18,12 +18,12 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from bench import checks, measure, merging, registry, runs, timing, verifying
+from bench import checks, measure, merging, nvml, registry, runs, timing, verifying
 from bench.processes import Calls, Ended
 from bench.worker import Worker, WorkerLost, _serve, unusable
 from moe_kernels.verify import DISPUTED, Row, cases, check, together
 from moe_kernels.verify.operation import Case, Operation
-from tests.helpers.bench import SHAPE
+from tests.helpers.bench import ROW, SHAPE
 
 
 @pytest.fixture
@@ -61,6 +61,54 @@ def test_a_worker_stops_after_a_gpu_error(monkeypatch: pytest.MonkeyPatch) -> No
     sent: list[tuple] = []
     _serve(SimpleNamespace(recv=lambda: (math.hypot, (3, 4)), send=sent.append))  # returns after the first GPU error
     assert sent == [(5.0, "", "RuntimeError: CUDA error: an illegal memory access was encountered")]
+
+
+def test_a_usable_gpu_has_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    assert unusable() == ""
+    assert waited == [True]
+
+
+def test_a_worker_serves_until_its_pipe_ends() -> None:
+    calls, sent = iter([(math.sqrt, (-1.0,)), (math.hypot, (3, 4))]), list[tuple]()
+
+    def recv() -> tuple:
+        try:
+            return next(calls)
+        except StopIteration:
+            raise EOFError from None
+
+    _serve(SimpleNamespace(recv=recv, send=sent.append))
+    (nothing, error, no_gpu_error), last = sent
+    assert (nothing, error[:12], no_gpu_error) == (None, "ValueError: ", "")
+    assert last == (5.0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "kept"),
+    [
+        ((5.0, "", ""), None, True),
+        ((None, "ValueError: no", ""), RuntimeError("ValueError: no"), True),
+        ((5.0, "", "CUDA error: lost"), WorkerLost("CUDA error: lost"), False),
+        ((None, "ValueError: no", "CUDA error: lost"), WorkerLost("ValueError: no"), False),
+    ],
+)
+def test_a_worker_that_lost_its_gpu_gives_no_result(answer: tuple, error: Exception | None, kept: bool) -> None:
+    """Its process ends, also after a call that returned a result, since the GPU may have computed it wrong."""
+    worker, asked = Worker(), []
+    pipe = SimpleNamespace(send=asked.append, poll=lambda seconds: True, recv=lambda: answer, close=lambda: None)
+    process = SimpleNamespace(kill=lambda: asked.append("kill"), join=lambda: None)
+    worker._pipe, worker._process = pipe, process
+    if error is None:
+        assert worker(math.hypot, 3, 4) == 5.0
+    else:
+        with pytest.raises(RuntimeError, match=f"^{error}$") as raised:
+            worker(math.hypot, 3, 4)
+        assert type(raised.value) is type(error)
+    assert asked == [(math.hypot, (3, 4)), *["kill"] * (not kept)]
+    assert (worker._pipe, worker._process) == ((pipe, process) if kept else (None, None))
 
 
 def test_a_crash_costs_the_figures_of_the_crashing_kernel_only(monkeypatch) -> None:
@@ -275,3 +323,82 @@ def test_a_job_without_memory_fails_no_kernel(monkeypatch: pytest.MonkeyPatch) -
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
     (found,) = measure.run([job], {}, 0.1)
     assert (found.left_out, found.failed) == ([f"{job}: no room in the GPU's memory"], {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["repeatable"]),
+        ({"device": "cuda"}, ["repeatable", "no host sync"]),
+        ({"verdict": "FAILED"}, []),
+        ({"verdict": "not run"}, []),
+        ({"operation": "kwta_mask"}, []),
+    ],
+    ids=str,
+)
+def test_correct_kernels_with_an_entry_are_checked(monkeypatch: pytest.MonkeyPatch, changes: dict, names: list) -> None:
+    for each in ("repeatable", "no_host_sync"):
+        monkeypatch.setattr(checks, each, lambda row: "ok")
+    assert checks.kernel_checks(replace(ROW, **changes)) == dict.fromkeys(names, "ok")
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(None, "ok"), (1.0, "ok"), (0.99, "not run: out of time")])
+def test_sanitizers_start_nothing_in_the_last_second(monkeypatch, tmp_path: Path, seconds, verdict) -> None:
+    started = []
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(checks, "sanitizer_problem", lambda program, seconds: "")
+    monkeypatch.setattr(checks, "run", lambda *given, **named: started.append((given, named)) or "ok")
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    found = list(checks.sanitizers([("kwta", "cuda")], seconds, tmp_path / "log"))
+    assert sorted(found, key=str) == [(("kwta", "cuda"), {tool: verdict}) for tool in sorted(checks.SANITIZERS)]
+    assert len(started) == (3 if verdict == "ok" else 0)
+    for (command, left, log), variables in started:
+        assert command[:2] == ["/bin/compute-sanitizer", "--tool"]
+        assert command[-7:] == ["moe_kernels", "verify", "--small", "--op", "kwta", "--backend", "cuda"]
+        assert (left, log, variables) == (seconds, tmp_path / "log", checks.SANITIZER_ENV)
+
+
+@pytest.mark.parametrize(
+    ("program", "tried", "problem"),
+    [
+        (None, "ok", "compute-sanitizer is not installed"),
+        ("here", "ok", ""),
+        ("here", "FAILED: status 9: no GPU", "compute-sanitizer does not run here: status 9: no GPU"),
+        ("here", "not run: out of time", "compute-sanitizer does not run here: not run: out of time"),
+    ],
+)
+def test_why_sanitizers_do_not_run_is_said_of_each(monkeypatch: pytest.MonkeyPatch, program, tried, problem) -> None:
+    monkeypatch.setattr(checks, "run", lambda *given, **named: tried)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: program)
+    assert checks.sanitizer_problem(program) == problem
+    if problem:
+        verdicts = dict.fromkeys(checks.SANITIZERS, f"not run: {problem}")
+        assert list(checks.sanitizers([("kwta", "cuda"), ("kwta", "triton")])) == [
+            (("kwta", "cuda"), verdicts), (("kwta", "triton"), verdicts),
+        ]  # fmt: skip
+
+
+def test_nvml_that_fails_is_named_and_a_gpu_without_a_meter_has_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def fail(*given):
+        raise NVMLError("Driver Not Loaded")
+
+    names = ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage")
+    names += ("nvmlDeviceGetTemperature", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    constants = {"NVML_CLOCK_SM": 0, "NVML_CLOCK_MEM": 1, "NVML_TEMPERATURE_GPU": 0, "NVMLError": NVMLError}
+    fake = SimpleNamespace(**{name: lambda *given: 8 for name in names}, **constants)
+    fake.nvmlDeviceGetTotalEnergyConsumption = fail
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert nvml.missing() == ""
+    assert nvml.watch(lambda: None, 1, 0.0) == {
+        "sm_mhz": 8, "memory_mhz": 8, "watts": 0.008, "celsius": 8, "throttled": "hardware slowdown",
+    }  # fmt: skip
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByIndex"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fake, name, fail)
+            assert nvml.missing() == "NVML: Driver Not Loaded"
+            assert nvml.watch(lambda: pytest.fail("launched"), 1, 0.0) == {}

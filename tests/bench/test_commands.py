@@ -106,3 +106,11 @@ def test_found_tiles_are_printed_and_written(stored: Stored, tmp_path: Path, mon
     written = [each.read_text() for each in sorted(tmp_path.iterdir())]
     printed = re.sub(r"\d{8}T\d{4}Z", "DATE", done.output.replace(str(tmp_path), "FOLDER"))
     stored("bench_tiles", "\n".join([printed, *written]))
+
+
+def test_tiles_are_not_sought_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tiles, "sweep", lambda: pytest.fail("measured"))
+    done = run("tiles", "--out", tmp_path)
+    assert (done.exit_code, done.output) == (2, "No GPU that torch can use.\n")
+    assert not [*tmp_path.iterdir()]

@@ -6,6 +6,8 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,6 +189,48 @@ def test_pytorch_is_left_out_where_its_product_is_hopeless(dtype, speed, work, l
     assert set(asked) == {() if left_out else ("torch",)}
     layer_command._legend(chosen, limits, rows)
     assert ("PyTorch was left out" in capsys.readouterr().out) == left_out
+
+
+@pytest.mark.parametrize(("device", "speed"), [("cpu", 0.5), ("cuda", 0.0)])
+def test_pytorch_is_left_out_on_cpus_alone(device, speed):
+    limits = {name: {"copy": 9.0, "bfloat16": 0.5} for name in ("1 thread", "cuda")}
+    chosen = replace(setting(), dtype=torch.bfloat16, device=device)
+    assert layer._slow_product(chosen, limits, 1e15) == speed
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_line_that_was_not_measured_gives_status_1_and_its_reason_once(missing, monkeypatch):
+    figure = {"us": 10.0, "low_us": 10.0, "high_us": 11.0, "gb_per_s": 1.0, "ceiling_percent": 1.0, "peers": {}}
+    predicted = dict.fromkeys(predict.REPORTED, (5.0, "DRAM"))
+    rows = [
+        layer.Row("combine", direction, 0, 1, None if missing else figure, predicted, ["no room for combine"])
+        for direction in layer.DIRECTIONS
+    ]
+    monkeypatch.setattr(layer, "run", lambda *given: iter(rows))
+    monkeypatch.setattr(layer_command, "_ceilings", lambda setting: {"1 thread": {"copy": 9.0}})
+    monkeypatch.setattr(layer_command, "_used_by_others", lambda: 0.0)
+    monkeypatch.setattr(console, "width", 100)
+    status, output = run("--threads", "1")
+    assert status == missing
+    assert output.count("not measured: no room for combine") == missing
+    assert (re.search(r"forward combine: (.*) us\n", output)[1] == "not measured") == missing
+    cells = [line.split()[1] for line in output.splitlines() if line.startswith("combine ")]
+    assert cells == ["-" if missing else "10"] * 2
+
+
+def test_time_that_others_used_is_all_time_at_work_but_our_own(monkeypatch):
+    """81 ticks of user, nice, system, irq, softirq and steal count; those in which a core is idle or waits do not."""
+    monkeypatch.setattr(Path, "read_text", lambda path: "cpu  10 20 30 4000 5000 6 7 8 900 900\ncpu0 1 1 1 1\n")
+    monkeypatch.setattr(layer_command.os, "sysconf", lambda name: {"SC_CLK_TCK": 10}[name])
+    own = SimpleNamespace(user=1.0, system=0.5, children_user=0.25, children_system=0.125)
+    monkeypatch.setattr(layer_command.os, "times", lambda: own)
+    assert layer_command._used_by_others() == pytest.approx(8.1 - 1.875)
+
+    def unreadable(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert layer_command._used_by_others() == 0.0
 
 
 @pytest.mark.parametrize(("high_us", "busy"), [(19.0, False), (21.0, True)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import typer
 
-from bench import counting, measure, predict
+from bench import counting, measure, predict, predict_command
 from bench.console import sizes
 from bench.registry import ENTRIES
 from moe_kernels.verify import Row
+from tests.helpers.bench import run
 
 
 def test_sizes_are_numbers_by_name():
@@ -45,3 +48,29 @@ def test_a_prediction_scales_with_its_sizes(op):
     assert twice.count["shape"].startswith(f"{first}={2 * value}")
     assert predict.resized(made, {"nothing": 1}, predict.GPUS["A100"]) == []
     assert counting.read()  # the counts themselves have not changed
+
+
+def test_predict_scales_what_it_prints_and_writes(tmp_path):
+    path = tmp_path / "calls.json"
+    found = {}
+    for size in ((), ("--size", "N=8192")):
+        done = run("predict", "--op", "kwta", "--json", path, *size)
+        assert done.exit_code == 0, done.output
+        found[size] = json.loads(path.read_text())
+    before, after = found.values()
+    assert [each["sizes"] for each in after] == [each["sizes"] | {"N": 8192} for each in before]
+    for one, two in zip(before, after, strict=True):
+        assert two["least_bytes"] == pytest.approx(one["least_bytes"] * 8192 / one["sizes"]["N"], rel=0.05)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_predict_prints_every_launch_if_all_are_asked_for(every, monkeypatch):
+    tables = []
+    monkeypatch.setattr(predict_command, "print_table", lambda *given, **named: tables.append(given))
+    done = run("predict", "--op", "kwta", *["--all"] * every)
+    assert done.exit_code == 0, done.output
+    ((_, header, rows),) = tables
+    assert header == (predict.HEADER if every else predict.CALLS)
+    assert ("call" in {row[5] for row in rows}) == every
+    assert ("Least times from counts, not from a clock." in done.output) == every
+    assert ("Least times; --all prints every launch" in done.output) != every

@@ -313,3 +313,35 @@ def test_a_share_larger_than_the_checkpoints_layers_is_an_error(checkpoint, text
     args = arguments(checkpoint, text, "--sides", "hash", "--steps", "2", "--expert-hidden", "30", "--share", "25")
     assert train.run(args) == 2
     assert "share must be at most 24, the smaller of hidden and expert-hidden; got 25" in capsys.readouterr().err
+
+
+def _tokenizer(**facts):
+    """Makes the tokenizer one of no particular model, with these special tokens alone."""
+    words = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **facts})
+    return lambda folder: (folder / "tokenizer_config.json").write_text(words)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "tokenizer.json").write_text("{"),
+            r"expected a tokenizer that transformers can read; \w+: .+",
+        ),
+        (_tokenizer(), "expected a tokenizer with cls, sep and mask tokens; it has no cls, sep, mask"),
+        (
+            _tokenizer(cls_token="[CLS]", sep_token="[SEP]"),
+            "expected a tokenizer with cls, sep and mask tokens; it has no mask",
+        ),
+    ],
+    ids=["damaged", "no tokens", "no mask"],
+)
+def test_a_tokenizer_without_what_windows_need_is_an_error(checkpoint, tmp_path, damage, message):
+    folder = tmp_path / "damaged"
+    shutil.copytree(checkpoint, folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=f"^bert: {folder} is no folder of a BertForMaskedLM: {message}$"):
+        bert.load_tokenizer(folder)
+    _tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")(folder)
+    shutil.copy(checkpoint / "tokenizer.json", folder)
+    assert bert.load_tokenizer(folder).mask_token_id == WORDS.index("[MASK]")

@@ -1,4 +1,4 @@
-"""Routers made of those of transformers (Router.of), and the loss of a Router alone."""
+"""Routers made of those of transformers (Router.of), and a Router alone: its loss and its part of a mask."""
 
 from __future__ import annotations
 
@@ -82,3 +82,51 @@ def test_the_loss_of_a_forward_without_gradients_is_that_forward_s_alone():
     _, weights, _ = router(x)
     (router.loss + weights.sum()).backward()
     assert router.gate.linear.weight.grad.any()
+
+
+class Alone(nn.Module):
+    """A model that is a Router, called as models of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = mk_transformers.Router(TopKGate(32, 4, 2))
+
+    def forward(self, x, attention_mask=None):
+        return self.router(x)
+
+
+@pytest.mark.parametrize("columns", [9, 12])
+def test_the_last_columns_of_a_mask_are_of_the_tokens_of_the_forward(columns):
+    """Earlier columns are of tokens in a cache."""
+    model, x = mk_transformers.use_attention_mask(Alone()), torch.randn(3, 9, 32)
+    mask = torch.arange(3 * columns).view(3, columns) % 4 > 0
+    _, weights, index = model(x, attention_mask=mask)
+    _, expected, chosen = model.router(x, mask[:, -9:])
+    assert torch.equal(index, chosen)
+    assert torch.equal(weights, expected)
+    assert torch.equal((index < 4).all(1), mask[:, -9:].flatten())
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 14), (0, 9)], ids=str)
+def test_a_mask_that_does_not_fit_the_tokens_is_refused(shape):
+    model = mk_transformers.use_attention_mask(Alone())
+    message = (
+        rf"^Router: attention_mask must have a row for each sample and a column for each token, the last ones of this "
+        rf"forward; got \({shape[0]}, {shape[1]}\) for 27 tokens$"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(3, 9, 32), attention_mask=torch.ones(shape))
+
+
+def test_asking_for_masks_again_changes_nothing():
+    model = Alone()
+    for _ in range(2):
+        assert mk_transformers.use_attention_mask(model) is model
+        assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == (1, 1)
+
+
+def test_a_router_records_nothing_where_transformers_collects_nothing(monkeypatch):
+    router, x = mk_transformers.Router(TopKGate(32, 4, 2)), torch.randn(10, 32)
+    expected = router(x)
+    monkeypatch.setattr("moe_kernels.integrations._router._active_collector", None)
+    assert all(torch.equal(one, two) for one, two in zip(router(x), expected, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_kernels as mk
 from moe_kernels import nn as mnn
+from moe_kernels.nn import bias
 from tests.helpers.ranks import shared
 
 D, E, K, T = 8, 6, 2, 40
@@ -127,6 +129,26 @@ def test_buffers_are_saved_moved_and_reset():
     assert double.gate.loads.sum() == 2 * model.gate.loads.sum()
     model.gate.reset_parameters()
     assert not model.gate.loads.any()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_evaluation_gives_back_the_loads_that_ddp_replaced(several, monkeypatch):
+    gate = layer().gate
+    gate(X)
+    expected = gate.loads.clone()
+    gate.loads.zero_()  # those of rank 0
+    monkeypatch.setattr(bias, "_several", lambda: several)
+    wrapper = SimpleNamespace(broadcast_buffers=True)
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", wrapper)
+    gate.eval()(X)
+    assert torch.equal(gate.loads, expected if several else torch.zeros(E))
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), layer(rate=None)], ids=["no gate", "no rate"])
+def test_a_model_without_a_balance_rate_is_left_as_it_is(model):
+    state = copy.deepcopy(model.state_dict())
+    mnn.update_biases(model)
+    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
 
 
 def test_the_choice_is_that_of_the_operation():

@@ -348,6 +348,19 @@ def test_utilisation_finds_the_dead_neurons_and_takes_any_leading_dimensions():
         Utilisation().update([mask, mask[0]])
 
 
+def test_utilisation_without_samples_has_no_shares():
+    none, empty = Utilisation(), Utilisation().update([torch.ones(0, 3, dtype=torch.bool)])
+    for counted in (none, empty):
+        summary = counted.summary()
+        assert math.isnan(summary.pop("min"))
+        assert math.isnan(summary.pop("mean"))
+        assert summary == {"dead": 0, "neurons": 0}
+    assert none.share() == []
+    assert empty.share()[0].isnan().tolist() == [True] * 3
+    empty.update([torch.tensor([[True, False, False]])])
+    assert empty.summary() == {"min": 0.0, "mean": pytest.approx(1 / 3), "dead": 2, "neurons": 3}
+
+
 def test_a_parametrised_layer_is_read_through_its_parametrisation():
     model = CometMLP((6, 40, 40, 3))
     torch.nn.utils.parametrizations.weight_norm(model.hidden[0])

@@ -139,6 +139,18 @@ def without(state, key):
         (lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D)}), KeyError, "down_proj is missing"),
         (
             lambda: convert.from_stacked(
+                {"a.gate_up_proj": torch.ones(8, D), "a.down_proj": torch.ones(E, D, 4)}, "a."
+            ),
+            ValueError,
+            r"^from_stacked: a\.gate_up_proj must have 3 dimensions, got shape \(8, 6\)$",
+        ),
+        (
+            lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D), "down_proj": torch.ones(1, E, D, 4)}),
+            ValueError,
+            r"^from_stacked: down_proj must have 3 dimensions, got shape \(1, 12, 6, 4\)$",
+        ),
+        (
+            lambda: convert.from_stacked(
                 {"up_proj": torch.ones(E, H, D), "down_proj": torch.ones(E, D, H)},
                 names=("up_proj", "down_proj"),
                 interleaved=True,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import moe_kernels as mk
 from moe_kernels.nn import ExpertMLP, MoE, SoftmaxGate, StagedGate, TokenChoice, TopKGate, losses, schedules
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.ensemble import EnsembleGate, ensemble_log_probs, tile
@@ -161,6 +162,18 @@ def test_xmoe_scores(score):
     torch.testing.assert_close(out.weights, scores.topk(K).values.softmax(-1))
     norms = e.norm(dim=-1)
     torch.testing.assert_close(norms, torch.full_like(norms, 1.5 if score == "code" else 0.32), rtol=1e-6, atol=0)
+
+
+def test_xmoes_embeddings_are_scaled_once_in_the_mode_batch_invariant():
+    gate, x = XMoEGate(D, E, K), torch.randn(T, D)
+    with torch.no_grad():
+        gate.embeddings.mul_(torch.tensor([3.0, 0.5, 1.0001, 0.9999] * E)[:E, None])
+    with mk.batch_invariant():
+        gate(x)
+        once = gate.embeddings.clone()
+        torch.testing.assert_close(once.norm(dim=-1), torch.full((E,), 1.5), rtol=3e-7, atol=0)
+        gate(x)
+    assert torch.equal(gate.embeddings, once)
 
 
 def test_evaluation_leaves_xmoes_embeddings_alone():
@@ -362,3 +375,16 @@ def test_which_of_two_stages_evaluation_uses(early):
     assert gate(x).dense != early
     gate.stage = 2
     assert not gate(x).dense
+
+
+def test_a_staged_gate_has_as_many_experts_in_both_stages():
+    assert StagedGate(SoftmaxGate(D, E), TopKGate(D, E, K)).num_experts == E
+    message = r"^StagedGate: first and second must have equally many experts, got 4 and 5$"
+    with pytest.raises(ValueError, match=message):
+        StagedGate(SoftmaxGate(D, E), TopKGate(D, E + 1, K))
+
+
+def test_a_staged_gate_distils_into_a_topk_gate_alone():
+    assert StagedGate(SoftmaxGate(D, E), SoftmaxGate(D, E)).distill == 0
+    with pytest.raises(TypeError, match=r"^StagedGate: distill needs second to be a TopKGate, got SoftmaxGate$"):
+        StagedGate(TopKGate(D, E, K), SoftmaxGate(D, E), distill=0.1)

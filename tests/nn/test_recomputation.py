@@ -163,6 +163,29 @@ def test_several_forwards_before_a_backward(kind, shape, reentrant):
 
 
 @pytest.mark.parametrize("kind", ["search", "own coin"])
+def test_a_checkpoint_in_a_reentrant_one_is_right_for_one_forward_before_a_backward(kind):
+    def nested(call, x):
+        return checkpoint(lambda x: checkpoint(call, x, use_reentrant=False), x, use_reentrant=True)
+
+    torch.manual_seed(5)
+    gate, experts = gate_of(kind)
+    layer = mnn.MoE(gate, experts, output="tensor")
+    other = copy.deepcopy(layer)
+    for _ in range(4):
+        want = passes(layer, lambda call, x: call(x), 1)
+        got = passes(other, nested, 1)
+        assert len(got) == len(want)
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one, two)
+    first, _ = (nested(other, torch.randn(T, D, requires_grad=True)) for _ in range(2))
+    name = "LocalSearch" if kind == "search" else "CompetitionGate"
+    with pytest.raises(
+        RuntimeError, match=f"^{name}: a checkpoint repeats a forward in backward, 2 forwards ran before"
+    ):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["search", "own coin"])
 def test_a_repeated_forward_that_may_be_any_of_several_is_refused_by_name(kind, monkeypatch):
     """As in checkpoints of other packages, where torch's objects for a checkpointed call are missing."""
     monkeypatch.setattr(_recompute, "_checkpointed_call", lambda: (None, False))

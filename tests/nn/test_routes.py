@@ -53,6 +53,17 @@ def test_a_record_holds_the_choices_by_name():
     assert len(routes["second.gate"]) == 2
 
 
+def test_calls_of_a_gate_are_recorded_and_replayed_in_their_order():
+    gate, xs = mnn.TopKGate(D, E, K), [X, X.flip(0), -X, X[:4]]
+    with mnn.record_routing(gate) as routes:
+        chosen = [gate(x).experts for x in xs]
+    assert len(routes[""]) == 4
+    assert all(torch.equal(one.int(), two) for one, two in zip(routes[""], chosen, strict=True))
+    changed = other(gate)
+    with mnn.replay_routing(changed, routes):
+        assert all(torch.equal(changed(x).experts, each) for x, each in zip(xs, chosen, strict=True))
+
+
 def test_the_outer_replay_goes_on_after_a_nested_one():
     model, records, alone = layer(), [], []
     for _ in range(2):

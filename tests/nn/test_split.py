@@ -43,6 +43,14 @@ def test_importance_without_gradients_is_an_error():
         fc2(fc1(torch.randn(3, 4)).relu())
 
 
+@pytest.mark.parametrize("features", [6, 8])
+def test_importance_is_of_two_layers_that_follow_each_other(features):
+    assert NeuronImportance(nn.Linear(4, 7), nn.Linear(7, 4)).value.tolist() == [0] * 7
+    message = rf"^NeuronImportance: fc2 must take the 7 features of fc1, got {features}$"
+    with pytest.raises(ValueError, match=message):
+        NeuronImportance(nn.Linear(4, 7), nn.Linear(features, 4))
+
+
 def test_neurons_by_hand():
     importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # neurons by falling importance: 1 6 3 4 2 5 0
     assert [each.tolist() for each in split_neurons(importance, 2, 4, 2)] == [[1, 6, 3, 2], [1, 6, 4, 5]]
@@ -65,6 +73,16 @@ def test_an_expert_is_its_neurons(inner, outer):
         torch.testing.assert_close(found, expected)
     whole = split_ffn(fc1, fc2, importance, 3, 7, 7, "relu")  # every expert has all neurons
     torch.testing.assert_close(whole(x, make_plan(torch.full((6, 1), 2), 3), None), fc2(F.relu(fc1(x))))
+
+
+def test_only_activations_that_keep_zero_are_split():
+    fc1, fc2, importance = nn.Linear(4, 7), nn.Linear(7, 4), torch.rand(7)
+    for activation in ("relu", "gelu", "silu", "tanh"):
+        assert split_ffn(fc1, fc2, importance, 2, 5, 2, activation).activation == activation
+    for activation in ("swiglu", "sigmoid"):
+        message = rf"^split_ffn: activation must be relu, gelu, silu or tanh; got '{activation}'$"
+        with pytest.raises(ValueError, match=message):
+            split_ffn(fc1, fc2, importance, 2, 5, 2, activation)
 
 
 def test_distillation():

@@ -27,7 +27,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         if dtype == torch.float16:
             pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
         place_and_dtype = 2 * list(PLACES).index(place) + (dtype == torch.bfloat16)
-        sizes = sizes[place_and_dtype :: 8] if sizes is SMALL else sizes[place_and_dtype // 2 :: 4]
+        sizes = sizes[place_and_dtype::8] if sizes is SMALL else sizes[place_and_dtype // 2 :: 4]
     for n in sizes:
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"

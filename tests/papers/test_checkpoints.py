@@ -456,3 +456,28 @@ def test_damaged_checkpoints_are_valueerrors_that_name_the_file(arguments, monke
             loaded += 1
             assert_same(found, expected)
     assert loaded < 150
+
+
+@pytest.mark.parametrize("content", [[1], torch.ones(2), None, {}, {"x": 1}], ids=lambda each: type(each).__name__)
+def test_a_checkpoint_is_a_dict(tmp_path, content):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(content, path)
+    if isinstance(content, dict):
+        assert checkpoint.read(path).keys() == content.keys()
+        return
+    message = f"{path} is no whole checkpoint of tensors and plain containers: expected a dict, got"
+    with pytest.raises(ValueError, match=f"^{message} {type(content).__name__}$"):
+        checkpoint.read(path)
+
+
+def test_a_model_of_a_missing_package_says_so(monkeypatch, tmp_path):
+    """Not that its files are damaged."""
+    description = {"recipe": "moebert", "options": {"bert": str(tmp_path)}, "seed": 0, "steps": 1, "step": 1}
+    description |= {"data": {"kind": "Text", "name": "words", "vocabulary": [97]}}
+    checkpoint.save_tensors(tmp_path / "model-hash-0.pt", {})
+    (tmp_path / "model-hash-0.json").write_text(json.dumps(description))
+    monkeypatch.delitem(sys.modules, "moe_kernels.integrations.bert", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = r"^moe_kernels\.integrations\.bert needs transformers 5: pip install 'transformers>=5\.8\.1'; importing"
+    with pytest.raises(ImportError, match=message):
+        train.load_model(tmp_path / "model-hash-0.pt")

@@ -16,7 +16,7 @@ from moe_kernels.papers.models.gpt import GPT
 from moe_kernels.papers.models.mixer import Mixer
 from moe_kernels.papers.models.mmoe import MMoE
 from moe_kernels.papers.models.moe import MoEBlock, MoEGPT, MoEViT
-from moe_kernels.papers.models.transformer import Block, FeedForward, ffn_masks
+from moe_kernels.papers.models.transformer import Block, Blocks, FeedForward, ffn_masks
 from moe_kernels.papers.models.vit import ViT, patches
 
 X = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
@@ -280,6 +280,31 @@ def test_patches_are_squares_of_the_image():
     assert torch.equal(found[0, 4], image[0, :, 2:4, 2:4].flatten())
     with pytest.raises(ValueError, match="divides both sides, got 4 for 4 x 6"):
         patches(image.flatten(1), (2, 4, 6), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda ffn: Block(10, 4, ffn), "Block: dim must be a multiple of heads, got 10 and 4"),
+        (lambda ffn: Block(8, 4, ffn, relative=1), "Block: relative positions are for causal blocks, got causal=False"),
+        (
+            lambda ffn: Blocks(1, 8, 4, 6, 0.5, router_input="tokens"),
+            r"Blocks: router_input must be one of \('layer', 'embedding'\), got 'tokens'",
+        ),
+    ],
+    ids=["heads", "relative", "router_input"],
+)
+def test_blocks_refuse_what_they_could_not_use(make, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make(FeedForward(8, 6))
+
+
+def test_blocks_take_heads_that_divide_and_relative_positions_if_they_are_causal():
+    ffn = FeedForward(8, 6)
+    for heads in (1, 4, 8):
+        assert Block(8, heads, ffn)(torch.randn(2, 3, 8)).shape == (2, 3, 8)
+    assert Block(8, 4, ffn, causal=True, relative=1).relative.shape == (4, 1)
+    assert Block(8, 4, ffn, relative=0).relative is None
 
 
 def test_gpt_does_not_see_the_future():

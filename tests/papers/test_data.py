@@ -9,13 +9,14 @@ import struct
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from moe_kernels.papers.data import CIFAR10_BATCHES, CIFAR10_CLASSES, images, load
+from moe_kernels.papers.data import CIFAR10_BATCHES, CIFAR10_CLASSES, files, images, load
 from tests.helpers.mnist import write_mnist
 
 SHARED = Path(os.environ.get("MOE_KERNELS_DATA", Path(__file__).parents[2] / "data"))
@@ -175,6 +176,10 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
             r"expected data uint8 \(n, 3072\) and labels int64 \(n,\), n > 0; got data .* torch.int64 \(\)",
         ),
         (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),
+        (
+            b"\x80\x02}(U\x04datacnumpy\nndarray\n)RU\x06labels](K\x01eu.",
+            r"labels\); TypeError: expected an array with contents, got one without$",
+        ),
     ],
 )
 def test_hostile_pickles_are_errors_and_allocate_nothing(tmp_path, batch, message):
@@ -182,6 +187,15 @@ def test_hostile_pickles_are_errors_and_allocate_nothing(tmp_path, batch, messag
         (tmp_path / name).write_bytes(batch)
     with pytest.raises(ValueError, match=rf"data_batch_1.*{message}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+def test_pickled_arrays_of_either_order_are_read(shape):
+    rows = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    for array in (rows, np.asfortranarray(rows)):
+        found = files.tensor(files.unpickle(pickle.dumps(array, protocol=2)))
+        assert found.tolist() == rows.tolist()
+        assert found.is_contiguous()
 
 
 def test_cifar100_in_both_formats(tmp_path):
@@ -264,6 +278,14 @@ def test_damaged_mnist_is_an_error(tmp_path, name, change, message):
         load(tmp_path)
 
 
+def test_images_of_both_parts_of_mnist_have_one_size(tmp_path):
+    write_mnist(tmp_path)
+    content = bytes([0, 0, 8, 3]) + struct.pack(">3I", 4, 2, 3) + bytes(24)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^data: expected t10k images of \(3, 2\) as in train, got \(2, 3\)$"):
+        load(tmp_path)
+
+
 def test_incomplete_sets_are_errors(tmp_path):
     write_mnist(tmp_path, zipped=True)
     damage(tmp_path, "train-images-idx3-ubyte.gz", lambda b: b[:-9])
@@ -289,6 +311,10 @@ def test_damaged_cifar_is_an_error(tmp_path):
     [
         ({"classes": None}, "it has no classes"),
         ({"offsets": np.array([0, 1])}, "5 ascending offsets .* got jpeg uint8, offsets .2,. "),
+        ({"offsets": np.array([1, 2, 4, 6, 8]), "jpeg": np.zeros(8, np.uint8)}, r"to 8, .* \[1 2 4 6 8\], is_test"),
+        ({"offsets": np.array([0, 4, 2, 6, 8]), "jpeg": np.zeros(8, np.uint8)}, r"to 8, .* \[0 4 2 6 8\], is_test"),
+        ({"offsets": np.array([0, 2, 4, 6, 7]), "jpeg": np.zeros(8, np.uint8)}, r"to 8, .* \[0 2 4 6 7\], is_test"),
+        ({"is_test": np.array([0, 1, 0])}, r"offsets from 0 to .*, 4 flags is_test; got .*, is_test \(3,\)$"),
         ({"jpeg": np.zeros(8, np.uint16)}, "expected jpeg uint8, .* got jpeg uint16"),
         ({"labels": np.zeros(4)}, r"its labels is float64 \(4,\), not \(n,\) of a dtype of kind iu"),
         ({"is_test": np.zeros(4)}, "expected training and test images"),
@@ -314,6 +340,18 @@ def test_images_over_the_memory_limit_are_errors(tmp_path, monkeypatch):
     write_jpegs(tmp_path / "flags.npz")
     monkeypatch.setattr(images, "_arrays", lambda file, kinds: {key: np.load(file)[key] for key in kinds})
     with pytest.raises(ValueError, match=r"at most 1024 x 1024 and 1535 bytes in all; got \(8, 16\) for image 0"):
+        load(tmp_path / "flags.npz")
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_an_npz_over_the_limit_is_an_error(tmp_path, monkeypatch, over):
+    write_jpegs(tmp_path / "flags.npz")
+    with zipfile.ZipFile(tmp_path / "flags.npz") as archive:
+        limit = sum(each.file_size for each in archive.infolist()) - over
+    monkeypatch.setattr(images, "LIMIT", limit)
+    message = f"with jpeg, offsets, labels, is_test, classes; it unpacks to more than {limit} bytes"
+    refused = pytest.raises(ValueError, match=rf"^data: {tmp_path}/flags\.npz: expected an \.npz {message}$")
+    with refused if over else nullcontext():
         load(tmp_path / "flags.npz")
 
 

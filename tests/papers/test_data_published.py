@@ -81,6 +81,9 @@ def test_jester_from_its_file(tmp_path):
     for line, message in {
         "1\t\t2\t\t11.0": r"a rating from -10 to 10 in every line; got \[1.0, 2.0, 11.0\]",
         "1\t\t2\t\tnan": "a rating from -10 to 10",
+        "0\t\t2\t\t1.0": r"user and joke from 1 and .*; got \[0.0, 2.0, 1.0\]",
+        "1\t\t2\t\tx": "joke and rating in every line: could not convert string to float: b'x'$",
+        "1\t\t2\t\t3\n1\t\t2": r"joke and rating in every line: expected sequence of length 3 at dim 1 \(got 2\)$",
         "1\t\t2": r"user, joke and rating; got an array \(1, 2\)",
         "": r"user, joke and rating; got an array \(0,\)",
         "1\t\t1\t\t5.0": "fewer than 90 % of the 1 jokes; no user of 1 did",
@@ -116,4 +119,38 @@ def test_books_from_its_file(tmp_path):
         data.load(tmp_path)
     (tmp_path / "BX-Book-Ratings.csv").write_text("User;Book\n")
     with pytest.raises(ValueError, match="expected the header User-ID, ISBN, Book-Rating"):
+        data.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("7;04X;5;6", r"a user, a book and a rating in every line: too many values to unpack \(expected 3.*\)"),
+        ("7;04X", r"a user, a book and a rating in every line: not enough values to unpack \(expected 3, got 2\)"),
+        ("x;04X;5", r"a user, a book and a rating in every line: invalid literal for int\(\) with base 10: 'x'"),
+        ("7;04X;5.5", r"a user, a book and a rating in every line: invalid literal for int\(\) with base 10: '5.5'"),
+        ("7; 04X;11", r"ratings from 0 to 10; got \(7, '04X', 11\)"),
+        ("7;04X;-1", r"ratings from 0 to 10; got \(7, '04X', -1\)"),
+    ],
+)
+def test_a_wrong_line_of_books_is_an_error(tmp_path, line, message):
+    path = tmp_path / "BX-Book-Ratings.csv"
+    path.write_text(f"User-ID;ISBN;Book-Rating\n7;01X;0\n7;02X;10\n{line}\n")
+    with pytest.raises(ValueError, match=f"^data: {path}: expected {message}$"):
+        data.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("users", "books", "message"),
+    [
+        (0, 0, "expected users and books with at least 5 records each; found none"),
+        (4, 5, "expected users and books with at least 5 records each; found none"),
+        (5, 4, "expected users and books with at least 5 records each; found none"),
+        (5, 5, ".* one user has 5 ratings, and there are 5 items.*"),
+    ],
+)
+def test_users_and_books_have_five_records(tmp_path, users, books, message):
+    lines = [f"{user};0{book}X;10" for user in range(users) for book in range(books)]
+    (tmp_path / "BX-Book-Ratings.csv").write_text("\n".join(["User-ID;ISBN;Book-Rating", *lines]))
+    with pytest.raises(ValueError, match=f"^data: {tmp_path}/BX-Book-Ratings.csv: {message}$"):
         data.load(tmp_path)

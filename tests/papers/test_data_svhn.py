@@ -1,6 +1,7 @@
 """The loaders of SVHN and of MNIST with SVHN (COMET trees), on small files that these tests write."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -77,4 +78,34 @@ def test_a_wrong_svhn_file_is_an_error(tmp_path, changed, message):
         data.load(tmp_path)
     write_svhn(tmp_path, "train", **changed)
     with pytest.raises(ValueError, match=re.escape(message)):
+        data.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "found"),
+    [({"X": np.zeros((32, 32, 3, 1), np.uint8)}, "X"), ({"y": np.ones((1, 1))}, "y"), ({"z": np.ones(1)}, "neither")],
+    ids=["X", "y", "z"],
+)
+def test_an_svhn_file_has_images_and_labels(tmp_path, arrays, found):
+    write_svhn(tmp_path, "train")
+    pytest.importorskip("scipy.io").savemat(tmp_path / "test_32x32.mat", arrays)
+    with pytest.raises(ValueError, match=rf"^data: {tmp_path}/test_32x32\.mat: expected X and y, got {found}$"):
+        data.load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(28, 27), (27, 28)], ids=str)
+def test_images_of_mnist_are_mixed_in_their_own_size_alone(tmp_path, shape):
+    write_mnist(tmp_path, 12, 4, shape)
+    write_svhn(tmp_path, "train", "test")
+    message = f"data: expected MNIST's images of 28 x 28 in {tmp_path}, got {shape}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        data.load(tmp_path)
+
+
+def test_scipy_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        (tmp_path / f"{part}_32x32.mat").touch()
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    message = r"^data: \.mat files need scipy: pip install moe_kernels\[assignment\]$"
+    with pytest.raises(ImportError, match=message):
         data.load(tmp_path)

@@ -69,3 +69,17 @@ def test_an_archive_over_the_size_limit_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "tiny_shakespeare.txt.gz").write_bytes(gzip.compress(bytes(5000)))
     with pytest.raises(ValueError, match="expected at most 1000 bytes, got more"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_archive_has_one_file(tmp_path, count):
+    path = tmp_path / "text8.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(count):
+            archive.writestr(f"text{number}", b"abc")
+    if count == 1:
+        assert files.read(path) == b"abc"
+        return
+    message = rf"^data: {path}: expected a whole zip file with one file in it; it has {count} files$"
+    with pytest.raises(ValueError, match=message):
+        files.read(path)

@@ -13,6 +13,7 @@ from moe_kernels.papers import data, recipes, train
 from moe_kernels.papers.models import comet_mlp, dense_twin
 from moe_kernels.papers.recipes import Splits, comet
 from moe_kernels.papers.train import agreement, plotting, report
+from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Random, Run
 from tests.helpers.planted import interrupt, plant
 from tests.helpers.results import told
@@ -279,6 +280,35 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
 def test_a_run_that_cannot_start_explains_why(arguments, capsys, words, message):
     assert train.run(arguments(*words)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_torchrun_needs_the_number_of_ranks_that_share_experts(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.run(arguments()) == 2
+    message = "torchrun started several ranks: add --expert-parallel N, the number of ranks that share the experts"
+    assert capsys.readouterr().err == f"train: {message}\n"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert train.run(arguments("--epochs", "0", "--check-steps", "0")) == 0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_rank_says_why_it_ends_and_how_to_continue(arguments, capsys, monkeypatch, tmp_path, saved):
+    def fail(comparison, tick, show):
+        comparison.saved = saved
+        raise RuntimeError("the connection was closed\nby another rank")
+
+    monkeypatch.setattr(Comparison, "train", fail)
+    monkeypatch.setattr(train, "_ranks", lambda args, device, stack: None)
+    monkeypatch.setenv("RANK", "3")
+    words = ("--check-steps", "0", "--out", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^the connection was closed\nby another rank$"):
+        train.run(arguments(*words))
+    assert capsys.readouterr().err == ""
+    assert train.run(arguments(*words, "--expert-parallel", "2")) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    said = "train: rank 3: another rank failed or did not answer in time, or this one did: the connection was closed"
+    assert lines[-1] == said + f"; --resume continues from {tmp_path / 'checkpoint.pt'}" * saved
 
 
 @pytest.mark.parametrize("flushed", [False, True])

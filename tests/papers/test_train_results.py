@@ -336,6 +336,17 @@ def test_errors_of_a_checked_step_by_hand():
     assert allowed.compare(3, missing).gradient_error == math.inf
 
 
+def test_steps_without_gradients_have_no_error_of_them():
+    def record(*gradients):
+        return agreement.StepRecord([], torch.tensor(1.0), list(gradients))
+
+    for none in ((), (None,), (None, torch.empty(0))):
+        step = agreement.Jumps(record(*none)).compare(1, record(*none))
+        assert (step.gradient_error, step.passed) == (0.0, True)
+    step = agreement.Jumps(record(None, torch.zeros(1))).compare(1, record(None, torch.ones(1)))
+    assert step.gradient_error == pytest.approx(1 / torch.finfo(torch.float32).tiny)
+
+
 def test_the_calibration_error_by_hand():
     """Bins of a tenth: 0.05 alone, wrong; 0.72 and 0.78, one right; 1.0, right, which is in the last bin with 0.95."""
     confidence = torch.tensor([0.05, 0.72, 0.78, 1.0, 0.95])

@@ -257,6 +257,23 @@ def test_tokens_that_only_swap_their_experts_prove_nothing():
     assert moved.changed(kept)
 
 
+@pytest.mark.parametrize(("step", "value"), [(1, "inf"), (3, "nan")])
+def test_a_loss_that_is_not_finite_proves_nothing(step, value):
+    given = batches(64, D, "cpu", torch.float32)
+    given[WARM_UP + step - 1][1][0, 0] = float(value)
+    found = compare(layer(mnn.TopKGate(D, E, 2)), given, record, adamw)
+    assert found == f"FAILED: the loss of step {step} is {value}, so equal bits prove nothing"
+
+
+def test_the_first_tensor_that_differs_is_named():
+    one, nan = torch.tensor([1.0, 0.0]), torch.full((2,), float("nan"))
+    assert captured.difference({"a": one, "b": nan}, {"b": nan.clone(), "a": one.clone()}) == ""
+    assert captured.difference({"a": one, "b": one}, {"a": one}) == "b exists only in the captured training"
+    assert captured.difference({"a": one}, {"a": one, "b": one}) == "b exists only in the eager training"
+    for other in (-one, torch.tensor([1.0, -0.0]), one[:1], one.view(torch.int32), one.view(2, 1)):
+        assert captured.difference({"a": one, "b": one}, {"a": one, "b": other}) == "b differs"
+
+
 class ByAddress(mnn.TopKGate):
     """Chooses experts once for each tensor that it gets."""
 
