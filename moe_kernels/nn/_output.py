@@ -33,7 +33,8 @@ class OutputModule(nn.Module):
         reset(self, generator)
 
     def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        return self._hook_backward([hook], [], prepend)
+        # Each hook wraps the inputs by itself, and the wrap made last is the first that a gradient meets.
+        return self._hook_backward([hook], [], not prepend)
 
     def register_full_backward_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
         return self._hook_backward([], [hook], prepend)

@@ -199,10 +199,22 @@ def test_full_backward_hooks_fire(make):
 
 def test_full_backward_pre_hooks_fire_in_their_order():
     made, fired = layer(), []
-    for number, prepend in ((1, False), (2, False), (0, True)):
-        made.register_full_backward_pre_hook(lambda *_, number=number: fired.append(number), prepend=prepend)
+    for number, options in ((1, {"prepend": False}), (2, {}), (0, {"prepend": True})):
+        made.register_full_backward_pre_hook(lambda *_, number=number: fired.append(number), **options)
     made(torch.randn(T, D)).y.sum().backward()
     assert fired == [0, 1, 2]
+
+
+def test_full_backward_hooks_leave_a_forward_without_gradients_alone():
+    made, x, fired = layer(), torch.randn(T, D), []
+    made.register_full_backward_hook(lambda *_: fired.append("hook"))
+    made.register_full_backward_pre_hook(lambda *_: fired.append("pre-hook"))
+    with torch.no_grad():
+        first = made(x)
+    made.requires_grad_(False)
+    assert torch.equal(first.y, made(x).y)
+    assert not first.y.requires_grad
+    assert not fired
 
 
 def test_a_plan_is_a_pytree_with_paths():
@@ -224,3 +236,23 @@ def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
     with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute the whole forward
         checkpoint(made, x, use_reentrant=False).sum().backward()
     assert len(outputs) == 1
+
+
+def test_full_backward_hooks_see_the_gradients_of_hooks_before_them():
+    """As with torch's modules."""
+    seen, plain = [], torch.nn.Sequential(layer(output="tensor"))
+    for made in (layer(), plain):
+        found, x = [], torch.randn(T, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        for number, options in ((1, {}), (2, {"prepend": False}), (0, {"prepend": True}), (3, {})):
+
+            def scale(module, inputs, outputs, number=number, found=found):
+                found.append((number, inputs[0].clone()))
+                return (inputs[0] * (number + 2),)
+
+            made.register_full_backward_hook(scale, **options)
+        y = made(x)
+        (y if isinstance(y, torch.Tensor) else y.y).square().sum().backward()
+        seen.append([*found, ("x", x.grad)])
+    for (number, gradient), (expected, other) in zip(*seen, strict=True):
+        assert number == expected
+        torch.testing.assert_close(gradient, other)
