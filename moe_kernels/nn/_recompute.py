@@ -28,8 +28,8 @@ class Remembered:
 
     A value is kept with the checkpoint's own object for the forward, and goes with it. Where that object is not found,
     as in checkpoints of other packages and in nested ones, the last value is the only candidate, and is refused if
-    several forwards ran since one was repeated. A second backward through such a graph, which retain_graph allows, takes
-    the newest forward's value.
+    several forwards ran since one was repeated. A second backward through such a graph (retain_graph) takes the newest
+    forward's value.
     """
 
     def __init__(self) -> None:
