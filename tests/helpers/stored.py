@@ -60,6 +60,7 @@ def _numbers(values: Any) -> str:
 
 def described(canvas: Any) -> Iterator[str]:
     """Lines with all that a figure of matplotlib shows, but for its layout."""
+    import numpy
     from matplotlib.ticker import FixedFormatter
 
     yield f"figure {_numbers(canvas.get_size_inches())} {canvas.get_suptitle()!r}"
@@ -73,10 +74,12 @@ def described(canvas: Any) -> Iterator[str]:
         for name, side in (("x", axis.xaxis), ("y", axis.yaxis)):
             form = side.get_major_formatter()
             fixed = isinstance(form, FixedFormatter)
+            places = getattr(side.get_major_locator(), "locs", ())  # given, not chosen by matplotlib
+            at = f" at {_numbers(places)}" if len(places) else ""
             ticks = " | ".join(each.get_text() for each in side.get_ticklabels()) if fixed else type(form).__name__
             grid = "grid" if any(each.gridline.get_visible() for each in side.get_major_ticks()) else "no grid"
             limits = _numbers(side.get_view_interval())
-            yield f"  {name} {side.get_label_text()!r} {side.get_scale()} {limits} {grid}: {ticks}"
+            yield f"  {name} {side.get_label_text()!r} {side.get_scale()} {limits} {grid}{at}: {ticks}"
         for line in axis.lines:
             look = [_color(line.get_color()), line.get_marker(), line.get_linestyle(), line.get_fillstyle()]
             yield f"  line {line.get_label()} {look} {_number(line.get_linewidth())}"
@@ -92,8 +95,8 @@ def described(canvas: Any) -> Iterator[str]:
             yield f"  text {text.get_text()!r} {_numbers(text.get_position())} {text.get_ha()} {text.get_va()}"
         for each in axis.collections:
             points = each.get_offsets()
-            if len(points) < 2 and each.get_paths():  # no scattered points: the outline of an area
-                points = each.get_paths()[0].vertices
+            if len(points) < 2 and each.get_paths():  # no scattered points: the outline of an area, or bars
+                points = numpy.concatenate([path.vertices for path in each.get_paths()])
             first = _numbers(points[:8].flatten())
             yield f"  {type(each).__name__} {_color(each.get_facecolor())} {each.get_label()}: {first}"
         if axis.get_legend():

@@ -112,6 +112,15 @@ def without(state, key):
             ValueError,
             r"0.w1.bias must be \(5,\); got \(6,\)",
         ),
+        (
+            lambda: convert.from_linear(
+                linear()
+                | {f"{e}.{name}.bias": torch.ones(H) for e in range(E) for name in ("w1", "w3")}
+                | {f"{e}.w2.bias": torch.ones(OUT + 1) for e in range(E)}
+            ),
+            ValueError,
+            rf"^from_linear: b_out must be \({E}, {OUT}\), got \({E}, {OUT + 1}\)",
+        ),
         (lambda: convert.from_linear(linear(), names="w1"), ValueError, "names must be"),
         (
             lambda: convert.to_linear(mnn.ExpertMLP(E, D, H).state_dict()),
@@ -174,3 +183,19 @@ def without(state, key):
 def test_mismatched_layouts_are_errors(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_wrong_keys_are_told_beside_six_others():
+    of_twelve = {f"a.{key}": value for key, value in without(linear(), "1.w2.weight").items()}
+    first = ", ".join(f"a.{key}.weight" for key in ("0.w1", "0.w2", "0.w3", "1.w1", "1.w3", "10.w1"))
+    of_two = nn.ModuleList(Mixtral(False) for _ in range(2)).state_dict()
+    others = of_two | {"0.w4.weight": 0, "1.w0.weight": 0}
+    for state, prefix, message in (
+        (of_twelve, "a.", f"a.1.w2.weight is missing; got {first}, ..."),
+        (others, "", f"0.w4.weight is unknown; expected {', '.join(sorted(of_two))}"),
+    ):
+        with pytest.raises(KeyError) as caught:
+            convert.from_linear(state, prefix)
+        assert caught.value.args == (f"from_linear: {message}",)
+    with pytest.raises(KeyError, match=r"^'to_linear: w_in is missing; got no keys'$"):
+        convert.to_linear({})

@@ -176,6 +176,20 @@ def test_xmoes_embeddings_are_scaled_once_in_the_mode_batch_invariant():
     assert torch.equal(gate.embeddings, once)
 
 
+@pytest.mark.parametrize("steps", [-5, -2, 0, 2, 3, 4])
+def test_xmoes_embeddings_may_be_three_roundings_off_in_the_mode_batch_invariant(steps):
+    gate, x, one = XMoEGate(D, E, K), torch.randn(T, D), torch.finfo(torch.float32).eps
+    for invariant in (True, False):
+        with torch.no_grad():
+            gate.embeddings.zero_()[:, 0] = 1.5 + steps * one
+        with mk.batch_invariant(invariant):
+            gate(x)
+        if invariant and abs(steps) <= 3:
+            assert gate.embeddings[:, 0].tolist() == [1.5 + steps * one] * E
+        else:
+            torch.testing.assert_close(gate.embeddings[:, 0], torch.full((E,), 1.5), rtol=0, atol=one)
+
+
 def test_evaluation_leaves_xmoes_embeddings_alone():
     gate, x = XMoEGate(D, E, K), torch.randn(T, D)
     with torch.no_grad():

@@ -241,8 +241,26 @@ def test_experts_start_as_linear_layers_do():
 def test_a_gate_over_other_experts_is_refused():
     with pytest.raises(ValueError, match="MoE: a gate must have as many experts as `experts`, 3; got 4"):
         MoE(TopKGate(D, E, 2), ExpertMLP(3, D, H))
+    for kind, gate in ((MoE, TopKGate(D, E, 2)), (MultiGateMoE, [TopKGate(D, E, 2)])):
+        with pytest.raises(TypeError, match=f"^{kind.__name__}: experts must be .*Experts.*Linear"):
+            kind(gate, torch.nn.Linear(D, D))
     with pytest.raises(ValueError, match="TokenChoice: priority"):
         TokenChoice(priority="min")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_policies_take_no_tokens(masked):
+    gate = SoftmaxGate(D, E)(torch.randn(0, D))
+    mask = torch.ones(0, dtype=torch.bool) if masked else None
+    for policy in (
+        TokenChoice(1.0),
+        ExpertChoice(2.0),
+        ExpertChoice(2.0, group=3),
+        PriorityRouting(),
+        NonzeroWeights(),
+    ):
+        plan, weights = policy(gate, True, **({"mask": mask} if masked else {}))
+        assert (plan.kept.tolist(), plan.num_rows, len(weights)) == ([0] * E, 0, 0)
 
 
 def test_policies_refuse_at_once():
@@ -250,12 +268,23 @@ def test_policies_refuse_at_once():
         (lambda: TokenChoice(-1.0), "TokenChoice: factor must be at least 0, got -1.0"),
         (lambda: TokenChoice(1.0, factor_eval="half"), "TokenChoice: factor_eval must be a finite number, got 'half'"),
         (lambda: TokenChoice(1.0, factor_eval="1/0"), "TokenChoice: factor_eval must be a finite number, got '1/0'"),
-        (lambda: TokenChoice(1.0, multiple_of=0), "TokenChoice: multiple_of must be from 1"),
+        (
+            lambda: TokenChoice(1.0, multiple_of=0),
+            "TokenChoice: multiple_of must be from 1 to 2147483647 .rows., got 0",
+        ),
+        (lambda: TokenChoice(group=0), "TokenChoice: group must be from 1 to 2147483647 .tokens of a group., got 0"),
+        (lambda: TokenChoice(group=2**31), "TokenChoice: group must be from 1 to 2147483647 .tokens of a group."),
+        (lambda: TokenChoice(order="tokens"), "TokenChoice: order must be one of None, .*; got 'tokens'"),
         (lambda: ExpertChoice(-1.0), "ExpertChoice: factor must be at least 0, got -1.0"),
+        (lambda: ExpertChoice(multiple_of=0), "ExpertChoice: multiple_of must be from 1 to 2147483647 .rows., got 0"),
+        (lambda: ExpertChoice(group=0), "ExpertChoice: group must be from 1 to 2147483647 .tokens of a group., got 0"),
+        (lambda: ExpertChoice(group=2**31), "ExpertChoice: group must be from 1 to 2147483647 .tokens of a group."),
         (lambda: PriorityRouting(math.nan), "PriorityRouting: factor must be a finite number, got nan"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=f"^{words}"):
             make()
+    largest = 2**31 - 1
+    TokenChoice(multiple_of=largest, group=largest), ExpertChoice(multiple_of=largest, group=largest)
 
 
 def test_a_gate_of_several_tasks_says_its_losses_once():
@@ -317,6 +346,14 @@ def test_tasks_share_a_permutation():
     hard = layer(x)
     for y, gate in zip(hard.y, gates, strict=True):
         torch.testing.assert_close(y, (gate(x).gates[:, search.source[0], None] * every).sum(1))
+
+
+def test_a_plan_has_a_choice_for_every_expert_only_while_a_search_mixes_them():
+    pytest.importorskip("scipy", reason="hardening needs scipy")
+    gates, search, x = [TopKGate(D, E, 1), TopKGate(D, E, 2)], LocalSearch(E, 3), torch.randn(T, D)
+    for given, choices in ((search, [E, E, 3, 3]), (None, [3])):
+        layer = MultiGateMoE(gates, ExpertLayer(E, D, H), given)
+        assert [layer(x).plan.slot_expert.shape[1] for _ in choices] == choices
 
 
 def test_experts_of_weight_zero_are_not_evaluated():

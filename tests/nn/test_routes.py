@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_kernels as mk
 from moe_kernels import nn as mnn
+from moe_kernels.nn._replay import Replay
 from moe_kernels.nn.routes import unwrapped
 
 D, E, K, T = 8, 6, 2, 10
@@ -189,6 +190,11 @@ def test_two_gates_of_one_name_are_refused():
     model = torch.nn.ModuleDict({"module": layer(), "gate": mnn.TopKGate(D, E, K)})
     with pytest.raises(ValueError, match=r"names of their own .* twice: \['gate'\]"), mnn.record_routing(model):
         pass
+    several = {name: mnn.TopKGate(D, E, K) for name in "fbdcae"}
+    several["module"] = torch.nn.ModuleDict({name: mnn.TopKGate(D, E, K) for name in "dbafec"})
+    message = r"twice: \['a', 'b', 'c', 'd', 'e', 'f'\]$"
+    with pytest.raises(ValueError, match=message), mnn.record_routing(torch.nn.ModuleDict(several)):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -217,6 +223,12 @@ def test_too_few_tokens_or_calls():
         model(X[:4])
     with mnn.replay_routing(model, routes), pytest.raises(ValueError, match="runs more often than it was recorded, 1"):
         model(model(X))
+
+
+def test_choices_are_handed_out_on_the_device_of_the_logits():
+    replay = Replay("gate", [torch.zeros(T, K).short()])
+    found = replay.take(torch.empty(T, E, device="meta"), K)
+    assert (found.device.type, found.shape, found.dtype) == ("meta", (T, K), torch.int16)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_kernels.papers import train
-from moe_kernels.papers.recipes import Splits
+from moe_kernels.papers.data import Images
+from moe_kernels.papers.recipes import Batch, Splits
 from moe_kernels.papers.recipes._routers import policies
 from moe_kernels.papers.recipes.vmoe import VMoE, in_phases
 from moe_kernels.papers.train import heatmaps, plotting
@@ -104,6 +105,8 @@ def test_the_picture_shows_which_patches_are_dropped(monkeypatch, tmp_path):
         assert share.shape == (8, 4, 4)
         assert share.eq(1).all() if name.endswith(" 0") else 0 < share.mean() < 1
     assert heatmaps.draw_dropped(tmp_path / "dropped.png", run, "dropped")
+    assert [axis.get_title() for axis in drawn[0].axes] == ["image", *shares] + [""] * 7 * 7
+    assert not any(len(axis.get_xticks()) + len(axis.get_yticks()) for axis in drawn[0].axes)
     panels = [axis.images[0].get_array() for axis in drawn[0].axes]
     assert len(panels) == 8 * 7
     whole, nothing, some = panels[0], panels[1], panels[4]  # the first image, then at capacity 0, then by weight at 0.2
@@ -113,6 +116,54 @@ def test_the_picture_shows_which_patches_are_dropped(monkeypatch, tmp_path):
     image = (run.data.test[0][0].reshape(8, 8) + 1) / 2
     torch.testing.assert_close(torch.tensor(some[..., 0]), (image * left).clamp(0, 1))
     assert run.task.model.training
+
+
+@pytest.mark.parametrize("classes", [20, 21])
+def test_a_heat_map_names_up_to_twenty_classes(monkeypatch, tmp_path, classes):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    maps = [heatmaps.TokenMap(torch.rand(3, 2, 2) / 2, torch.rand(3, classes), kind) for kind in ("share", "weight")]
+    maps[0].classes[1, 2] = 1.5
+    names = tuple(f"kind {number}" for number in range(classes))
+    assert heatmaps.draw(tmp_path / "tokens.png", maps, names, "tokens")
+    *panels, bar = drawn[0].axes
+    assert bar.get_ylabel() == "share, weight"
+    assert [panel.get_title() for panel in panels] == [f"expert {n}" for n in range(3)] + ["of each class"] + [""] * 4
+    assert [panel.get_ylabel() for panel in panels] == ["layer 0", "", "", "expert", "layer 1", "", "", "expert"]
+    shown = [each for layer in maps for each in [*layer.positions, layer.classes]]
+    for panel, values in zip(panels, shown, strict=True):
+        (image,) = panel.images
+        assert image.get_array().tolist() == values.tolist()
+        assert image.get_clim() == (0, 1.5)
+    for panel in panels[3::4]:
+        assert panel.get_yticks().tolist() == [0, 1, 2]
+    labels = [label.get_text() for label in panels[7].get_xticklabels()]
+    assert labels == (list(names) if classes == 20 else [])
+    assert panels[7].get_xticks().tolist() == list(range(20)) * (classes == 20)
+
+
+def test_maps_of_wide_images_are_wide():
+    points = images()
+    wide = Images(**vars(points) | {"image_shape": (1, 4, 16)})
+    run = Run(VMoE(sides=("vmoe",), steps=1, **SMALL), 0, Splits(wide, points.train, points.test))
+    x, y = points.test
+    run.task.model.eval()
+    (layer,), (found,) = run.task.routing(Batch((x, y), None)), heatmaps.token_maps(run)
+    used = layer.active.unflatten(0, (len(x), 1 + 2 * 8)).float()
+    torch.testing.assert_close(found.positions, used[:, 1:].mean(0).t().unflatten(1, (2, 8)))
+    for kind in range(3):
+        torch.testing.assert_close(found.classes[:, kind], used[y == kind].mean((0, 1)))
+
+
+def test_a_pixel_is_darkened_by_the_share_of_its_patch():
+    pictures = torch.rand(2, 3, 6, 8)
+    share = torch.tensor([[[0.0, 1.0], [0.5, 0.25]], [[1.0, 0.75], [0.0, 0.5]]])
+    found = heatmaps._darkened(pictures, share)
+    for row in range(6):
+        for column in range(8):
+            left = 1 - share[:, row // 3, column // 4]
+            torch.testing.assert_close(found[:, :, row, column], pictures[:, :, row, column] * left[:, None])
 
 
 def test_an_ensemble_is_measured_beside_its_members():

@@ -241,6 +241,9 @@ def test_a_lock_is_held_once_and_goes_at_the_end(tmp_path):
                 with pytest.raises(ValueError, match=f"process {os.getpid()} on"), lock.hold(tmp_path):
                     pass
             assert names(tmp_path) == ["train.lock"]
+            (tmp_path / "train.lock").write_text("")
+            with pytest.raises(ValueError, match=": a process that has just started; wait"), lock.hold(tmp_path):
+                pass
         assert names(tmp_path) == []
     with lock.hold(tmp_path):
         (tmp_path / "train.lock").unlink()  # by hand
@@ -266,8 +269,14 @@ def test_a_lock_whose_holder_ends_meanwhile_is_taken_in_a_new_file(monkeypatch, 
 
 
 def test_locks_of_bad_file_systems(monkeypatch, capsys, tmp_path):
+    files = []
+
     def fail(number):
-        return lambda *given: (_ for _ in ()).throw(OSError(number, os.strerror(number)))
+        def flock(file, flags):
+            files.append(file)
+            raise OSError(number, os.strerror(number))
+
+        return flock
 
     monkeypatch.setattr(lock.fcntl, "flock", fail(errno.EOPNOTSUPP))
     with lock.hold(tmp_path):
@@ -278,6 +287,7 @@ def test_locks_of_bad_file_systems(monkeypatch, capsys, tmp_path):
         with pytest.raises(OSError, match=r"train\.lock") as raised, lock.hold(tmp_path):
             pass
         assert raised.value.errno == number
+    assert [file.closed for file in files] == [True] * 3
     monkeypatch.undo()
     monkeypatch.setattr(lock.os, "getpid", lambda: no_space())
     (tmp_path / "train.lock").unlink(missing_ok=True)
@@ -375,6 +385,11 @@ def test_the_state_of_each_parameter_is_checked():
             contents.check_optimiser(
                 optimiser, state | {"state": state["state"] | {number: {"momentum_buffer": torch.zeros(5)}}}
             )
+    (group,) = state["param_groups"]
+    changed = group | {"momentum": 0.5, "dampening": 1, "maximize": True, "nesterov": True, "weight_decay": 1}
+    message = "^param_groups have other dampening, maximize, momentum, nesterov, weight_decay$"
+    with pytest.raises(ValueError, match=message):
+        contents.check_optimiser(optimiser, state | {"param_groups": [changed]})
 
 
 def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from moe_kernels.nn import ExpertLayer, ExpertMLP, HashGate, MoE, TopKGate
 from moe_kernels.nn.comet import CometFFN
 from moe_kernels.ops.kwta import unpack_bits
+from moe_kernels.papers.models import comparison
 from moe_kernels.papers.models.comparison import MODELS, comparison_mlp, tied_masks
 from moe_kernels.papers.models.gpt import GPT
 from moe_kernels.papers.models.mixer import Mixer
@@ -63,6 +64,16 @@ def test_masks_from_the_backbone(name):
     for masks in (net.train().masks(X), net.eval().masks(X)):
         assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
         assert torch.equal(masks[-1], mask)
+
+
+@pytest.mark.parametrize("name", ["topk", "layerwise"])
+def test_masks_from_the_backbone_have_its_backend_and_ties(name, monkeypatch):
+    net, seen = mlp(name, 0.3), []
+    net.backend, net.ties = "reference", "lowest"
+    for each in ("kwta", "kwta_mask"):
+        monkeypatch.setattr(comparison, each, lambda c, k, values=None, **given: seen.append((k, given)) or c)
+    net.with_masks(X)
+    assert seen == [(6, {"ties": "lowest", "backend": "reference"})] * 4
 
 
 def test_smaller_and_dropout():

@@ -175,6 +175,13 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
             pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": 5}, protocol=2),
             r"expected data uint8 \(n, 3072\) and labels int64 \(n,\), n > 0; got data .* torch.int64 \(\)",
         ),
+        *(
+            (
+                pickle.dumps({b"data": np.zeros(shape, np.uint8), b"labels": [0, 1]}, protocol=2),
+                rf"got data {re.escape(str(shape))} and torch.int64 \(2,\)$",
+            )
+            for shape in ((2, 3071), (1, 3072), (6144,))
+        ),
         (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),
         (
             b"\x80\x02}(U\x04datacnumpy\nndarray\n)RU\x06labels](K\x01eu.",
@@ -304,6 +311,11 @@ def test_damaged_cifar_is_an_error(tmp_path):
     (tmp_path / "data_batch_2.bin").unlink()
     with pytest.raises(ValueError, match=r"six CIFAR-10 batches.*data_batch_2.bin missing"):
         load(tmp_path)
+    (folder := tmp_path / "hundred").mkdir()
+    (folder / "meta").touch()
+    (folder / "train").touch()
+    with pytest.raises(ValueError, match=rf"^data: expected two CIFAR-100 batches in {folder}; test missing$"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

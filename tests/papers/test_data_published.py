@@ -33,6 +33,22 @@ def test_sarcos_from_its_two_files(tmp_path):
     assert torch.equal(data.load(tmp_path / "sarcos_inv_test.mat").train[0], found.train[0])
 
 
+def test_columns_of_sarcos_are_scaled_if_they_vary(tmp_path):
+    rows = mat(tmp_path)
+    for part in rows.values():
+        part[:, 3], part[:, 27] = 5, (part[:, 27] > 3) * 2  # constant; of variance below 1
+    rows["sarcos_inv"][:, 4] = [1.0, -1.0] * 30  # of mean 0 and variance 1
+    rows["sarcos_inv_test"][0, 3] = 7
+    mat(tmp_path, **rows)
+    found = data.load(tmp_path)
+    x, y = found.train
+    assert not x[:, 3].any()
+    assert found.test[0][:, 3].tolist() == [2.0] + [0.0] * 19
+    assert x[:, 4].tolist() == [1.0, -1.0] * 30
+    torch.testing.assert_close(y[:, 6].std(unbiased=False), torch.tensor(1.0))
+    assert (x.shape, y.shape) == ((60, 21), (60, 7))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -154,3 +170,27 @@ def test_users_and_books_have_five_records(tmp_path, users, books, message):
     (tmp_path / "BX-Book-Ratings.csv").write_text("\n".join(["User-ID;ISBN;Book-Rating", *lines]))
     with pytest.raises(ValueError, match=f"^data: {tmp_path}/BX-Book-Ratings.csv: {message}$"):
         data.load(tmp_path)
+
+
+def test_a_blank_set_has_a_row_of_zeros_in_each_part():
+    ids = torch.arange(4)
+    pictures, numbers = torch.ones(4, 6), torch.ones(4)
+    sets = {
+        data.Images("one", pictures, ids, pictures[:2], ids[:2], ("a", "b", "c", "d"), (1, 3, 2)): (1, 6),
+        data.Table("two", (torch.ones(4, 5), torch.ones(4, 2)), (torch.ones(3, 5), torch.ones(3, 2))): (1, 5),
+        data.Ratings("three", (ids, ids, numbers, numbers), (ids, ids, numbers, numbers), 7, 9): (1,),
+        data.Text("four", ids.byte(), ids.byte(), ids.byte(), b"abcd"): (5,),
+    }
+    for given, shape in sets.items():
+        found = data.blank(data.describe(given), 5)
+        assert type(found) is type(given)
+        assert data.describe(found) == data.describe(given)
+        for name, value in vars(found).items():
+            parts = value if isinstance(value, tuple) and name in ("train", "test") else (value,)
+            others = getattr(given, name) if len(parts) > 1 else (getattr(given, name),)
+            for part, other in zip(parts, others, strict=True):
+                if not isinstance(part, torch.Tensor):
+                    assert part == other
+                    continue
+                assert not part.any()
+                assert (len(part), part.dtype, part.shape[1:]) == (shape[0], other.dtype, other.shape[1:])

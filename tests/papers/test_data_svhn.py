@@ -1,7 +1,9 @@
 """The loaders of SVHN and of MNIST with SVHN (COMET trees), on small files that these tests write."""
 
+import io
 import re
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -100,6 +102,27 @@ def test_images_of_mnist_are_mixed_in_their_own_size_alone(tmp_path, shape):
     message = f"data: expected MNIST's images of 28 x 28 in {tmp_path}, got {shape}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         data.load(tmp_path)
+
+
+def test_pictures_that_are_no_jpegs_are_refused(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    whole = {}
+    for kind in ("JPEG", "PNG", "BMP"):
+        image.new("RGB", (4, 4)).save(buffer := io.BytesIO(), kind)
+        whole[kind] = buffer.getvalue()
+    for kind in whole:
+        parts = [whole["JPEG"], whole[kind]]
+        np.savez(
+            tmp_path / "pictures.npz",
+            jpeg=np.frombuffer(b"".join(parts), np.uint8),
+            offsets=np.cumsum([0, *map(len, parts)]),
+            labels=np.zeros(2, np.uint8),
+            is_test=np.arange(2, dtype=np.uint8),
+            classes=np.array(["none"]),
+        )
+        message = rf"^data: {tmp_path}/pictures\.npz: image 1 is not a JPEG: cannot identify image file"
+        with nullcontext() if kind == "JPEG" else pytest.raises(ValueError, match=message):
+            data.load(tmp_path / "pictures.npz")
 
 
 def test_scipy_is_named_where_it_is_missing(tmp_path, monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import re
 
 import pytest
 
 from moe_kernels.papers import recipes, results, sources, studies, train
-from moe_kernels.papers.train import plotting
+from moe_kernels.papers.train import grids, plotting, report
 
 OLD = "0123456789ab"
 
@@ -79,9 +80,17 @@ def test_figures_by_hand(tmp_path, capsys):
     assert results.main([str(path), "--columns", "test bits", "valid bits"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "smoe 2 0.5500 ± 0.0707 0.058" in lines  # 0.5 and 0.6: t = 11 with one degree of freedom
+    some = [(("smoe", 3.0, 3.5), ("smoe", 4.0, 5.0), ("fixed", 1.0, 2.0)), (("none", 1.0, None), ("none", 2.0, None))]
+    runs = [
+        report.History(side, 0, 0.1, "final", [{"one": one} | ({} if two is None else {"two": two})])
+        for side, one, two in itertools.chain(*some)
+    ]
+    lines = [" ".join(line.split()) for line in results.between_columns(runs, "one", "two").splitlines()]
+    assert lines[0] == "one - two seeds mean ± spread p, paired t-test"
+    assert lines[2:] == ["smoe 2 -0.7500 ± 0.3536 0.2"]  # sides with two runs that have both columns
 
 
-def test_curves_over_an_option_of_evaluations(tmp_path):
+def test_curves_over_an_option_of_evaluations(tmp_path, stored, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     head = "side,seed,stage,lr,step,test accuracy,test accuracy by weight at 0.3,test accuracy by weight at 0.05"
     path = write(
@@ -96,6 +105,12 @@ def test_curves_over_an_option_of_evaluations(tmp_path):
     assert [point[:2] for point in found["vmoe, by weight"]] == [(0.05, 0.1), (0.3, pytest.approx(0.3))]
     assert results.main([str(path), "--picture", str(tmp_path / "curve.png")]) == 0
     assert (tmp_path / "curve.png").read_bytes()[1:4] == b"PNG"
+    more = "vmoe,{0},final,1,3,0.6,{1},{2}\nsoftmax,{0},final,1,3,0.{0},0.{0}5,0.2"
+    path.write_text("\n".join([head, *(more.format(seed, 0.2 + seed / 10, seed / 20) for seed in (2, 4))]))
+    (tmp_path / "vmoe-one.csv").write_text(f"{head}\nvmoe,0,final,1,2,0.6,0.4,0.1\n")
+    for each in (path, tmp_path / "vmoe-one.csv"):
+        assert results.main([str(each), "--picture", str(tmp_path / "curve.png")]) == 0
+    stored("results_curves", "\n".join(pictures[1:]), tolerance=1e-6)
 
 
 def test_logs_join_run_by_run(tmp_path, capsys):
@@ -111,12 +126,39 @@ def test_logs_join_run_by_run(tmp_path, capsys):
         ("a", "0", "8", ""),  # the later log's run of this side and seed, with a single line, replaces the two
         ("a", "1", "7", ""),
     ]
+    old = write(tmp_path / "old.csv", "side,seed,stage,lr,step,test more", "a,1,tune,0.1,1,2", "b,1,final,0.1,1,3")
+    results.join([tmp_path / "two.csv", old], out)
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-1] == "sources"
+    assert [(row["side"], row["seed"], row["stage"], row["test more"], row["sources"]) for row in rows] == [
+        ("a", "1", "final", "7", OLD),
+        ("a", "0", "final", "8", OLD),
+        ("a", "1", "tune", "2", ""),
+        ("b", "1", "final", "3", ""),
+    ]
+    results.join([old], out)
+    assert out.read_text() == old.read_text()
     assert results.main([str(tmp_path / "none.csv")]) == 2
     assert "results: " in capsys.readouterr().err
 
 
+def test_all_files_are_shown_in_the_order_of_their_names(tmp_path, monkeypatch, capsys):
+    named = ["search", "manual-b", "permutation", "manual", "utilisation", "manual-c"]
+    for name in named:
+        write(tmp_path / f"{name}.csv", "side,seed,stage,lr,step,loss,test accuracy", "a,0,final,1,1,1,0.5")
+    (tmp_path / "manual.txt").touch()
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: [folder / f"{name}.csv" for name in named])
+    assert results.main([]) == 0
+    shown = re.findall(r"^([\w-]+\.csv): ", capsys.readouterr().out, re.MULTILINE)
+    assert shown == [
+        f"{name}.csv" for name in ("manual-b", "manual-c", "manual", "permutation", "search", "utilisation")
+    ]
+
+
 def test_a_grid_has_a_panel_for_each_width_and_keep_fraction(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    to_hex = pytest.importorskip("matplotlib.colors", reason="matplotlib is not installed").to_hex
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
     lines = ["side,seed,stage,lr,step,epoch,loss,test accuracy"]
@@ -130,6 +172,16 @@ def test_a_grid_has_a_panel_for_each_width_and_keep_fraction(tmp_path, monkeypat
                 lines += rows
     path = write(tmp_path / "comet_width.csv", *lines)
     assert results.main([str(path), "--picture", str(tmp_path / "grid.png")]) == 0
+    write(path, *(line for line in lines if not line.startswith("standard 1000 keep=0.9")))
+    assert results.main([str(path), "--picture", str(tmp_path / "grid.png")]) == 0
+    last = drawn[1].axes[3]
+    assert [(line.get_label(), line.get_color()) for line in last.lines] == [("comet", "C1")]
+    (band,) = last.collections
+    assert to_hex(band.get_facecolor()[0]) == to_hex("C1")
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["standard", "comet"]
+    runs = [report.History(side, 0, 0.1, "final", []) for side in ("comet", "comet 8")]
+    for some in (runs[:1], runs, []):
+        assert not grids.grid_picture(tmp_path / "grid.png", some, "accuracy", "none")
     axes = drawn[0].axes
     assert [axis.get_title() for axis in axes] == [
         "width 100, keep 0.5", "width 1000, keep 0.5", "width 100, keep 0.9", "width 1000, keep 0.9",
@@ -137,6 +189,10 @@ def test_a_grid_has_a_panel_for_each_width_and_keep_fraction(tmp_path, monkeypat
     for number, axis in enumerate(axes):
         assert [line.get_label() for line in axis.lines] == ["standard", "comet"]
         assert axis.lines[1].get_xydata().tolist() == [[0, number + 11], [1, number + 12]]  # seeds 0 and 2: + 1
+        for more, line, band in zip((0, 10), axis.lines, axis.collections, strict=True):
+            corners = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
+            assert corners == {(at, number + more + at + seed) for at in (0, 1) for seed in (0, 2)}
+            assert to_hex(band.get_facecolor()[0]) == to_hex(line.get_color())
 
 
 def test_a_repetition_renews_a_result_only_if_every_number_is_equal(tmp_path, capsys):
@@ -157,6 +213,17 @@ def test_a_repetition_renews_a_result_only_if_every_number_is_equal(tmp_path, ca
         assert results.main([str(path), "--renew", str(again), str(wrong)]) == 2
         assert message in capsys.readouterr().err
         assert results.state(path) == "stale: 3 of 3 evaluations are of other code"
+    more = write(
+        tmp_path / "more.csv",
+        "side,seed,stage,lr,step,epoch,loss,valid bits,test bits,entropy 1,new,seconds,sources",
+        f"smoe,0,final,0.1,1,1,2,3.0,3.5,1,0.5,0.7,{now}",
+    )
+    assert results.main([str(path), "--renew", str(more)]) == 2
+    assert "more.csv: new of smoe, seed 0, step 1: None in competesmoe.csv, '0.5' now" in capsys.readouterr().err
+    more.write_text(more.read_text().replace(",0.5,0.7,", ",,0.7,"))  # a column that this side lacks
+    assert results.main([str(path), "--renew", str(more)]) == 0
+    capsys.readouterr()
+    path.write_text(path.read_text().replace(now, OLD))
     assert results.main([str(path), "--renew", str(again)]) == 0
     assert "2 evaluations are of the present code; stale: 1 of 3" in capsys.readouterr().out
     with path.open() as file:

@@ -212,6 +212,20 @@ def test_a_study_that_cannot_start_explains_why(capsys):
     assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_study_has_threads_of_its_own(monkeypatch, status):
+    used, before = [], torch.get_num_threads()
+
+    def run(study, out):
+        used.append(torch.get_num_threads())
+        if status:
+            raise ValueError
+
+    monkeypatch.setattr(similarity.Similarity, "run", run)
+    assert main(["study", "similarity", "--threads", str(before + 1)]) == status
+    assert (used, torch.get_num_threads()) == ([before + 1], before)
+
+
 @pytest.mark.parametrize(
     ("study", "kind"), [("utilisation", "Images"), ("permutation", "Ratings"), ("search", "Ratings")]
 )
@@ -238,6 +252,20 @@ def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
         with torch.no_grad():
             loss = run.task.loss(Batch(train, None))["task"]
         assert cost[torch.arange(4), torch.tensor(order)].sum().item() / 80 == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_the_cost_of_a_permutation_without_ratings_is_that_of_watching():
+    points = ratings()
+    *ids_and_watched, stars = points.train
+    recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, watched_weight=0.25)
+    run = Run(recipe, 0, Splits(points, (*ids_and_watched, torch.zeros_like(stars)), points.test))
+    gate = run.task.model.moe.gates[0]
+    cost = permutation.costs(run, gate)
+    with torch.no_grad():
+        watched, _, _ = run.task.model.eval()(*ids_and_watched[:2])
+    entropy = torch.nn.functional.binary_cross_entropy_with_logits(watched, ids_and_watched[2], reduction="none")
+    expected = [0.25 * entropy[gate.table[ids_and_watched[0]] == expert].sum().item() for expert in range(4)]
+    assert cost.diagonal().tolist() == pytest.approx(expected)
 
 
 def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys, stored, pictures):

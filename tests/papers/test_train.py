@@ -12,7 +12,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.papers import data, recipes, train
 from moe_kernels.papers.models import comet_mlp, dense_twin
 from moe_kernels.papers.recipes import Splits, comet
-from moe_kernels.papers.train import agreement, plotting, report
+from moe_kernels.papers.train import agreement, contents, plotting, report
 from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Random, Run
 from tests.helpers.planted import interrupt, plant
@@ -383,3 +383,10 @@ def test_no_two_sides_of_a_picture_look_alike(monkeypatch, tmp_path):
         assert [line.get_label() for line in axis.lines] == sides
         assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 24
     assert drawn[0].axes[0].lines[3].get_xydata().tolist() == [[0, 0], [1, 1 / 9], [2, 2 / 9]]
+
+
+def test_options_that_an_optimiser_lost_are_told_in_order():
+    before = [dict.fromkeys("edcba", 1), {"f": 1, "a": 1}]
+    contents.check_options(before, [dict.fromkeys("abcdef", 2), {"a": 2, "f": 2}])
+    with pytest.raises(ValueError, match=r"^param_groups have no b, c, d, e, f$"):
+        contents.check_options(before, [{"a": 1, "f": 1}, {"a": 1}])

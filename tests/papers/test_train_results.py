@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_kernels.papers import data, train
-from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos
+from moe_kernels.papers.recipes import Routing, Splits, comet, comet_sarcos, vmoe
 from moe_kernels.papers.train import agreement, loop, plotting, report, sweeps
 from moe_kernels.papers.train.comparison import Comparison
 from moe_kernels.papers.train.loop import Run
@@ -102,6 +102,37 @@ def test_a_swept_options_table_and_picture_have_mean_and_spread(monkeypatch, tmp
     drawn_points = [point for line in axis.lines for point in line.get_xydata().flatten().tolist()]
     assert drawn_points == pytest.approx([0.01, 1.51, 0.5, 2.0, 0.01, 3.51, 0.5, 4.0])
     assert not sweeps.sweep_picture(tmp_path / "sweep.png", comet.Comet(sides=("l1",)), summaries, "all")
+
+
+@pytest.mark.parametrize(
+    ("keep", "scale"),
+    [((0.01, 0.2), "linear"), ((0.01, 0.21), "log"), ((0.21, 0.01), "log"), ((0.0, 0.5), "linear")],
+)
+def test_values_that_differ_more_than_twenty_fold_are_on_a_log_scale(monkeypatch, tmp_path, keep, scale):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
+    recipe = comet.Comet(sides=("comet",), width=(8,), keep=keep)
+    runs = [history(f"comet keep={each:g}", seed, (each + seed,)) for each in keep for seed in (0, 1)]
+    assert sweeps.sweep_picture(tmp_path / "sweep.png", recipe, report.summarise(runs, "accuracy"), "all")
+    assert drawn[0].axes[0].get_xscale() == scale
+    (bars,) = drawn[0].axes[0].collections
+    (points,) = (line.get_xydata() for line in drawn[0].axes[0].lines)
+    assert [bar.tolist() for bar in bars.get_segments()] == [
+        [[x, pytest.approx(y - 0.5**0.5)], [x, pytest.approx(y + 0.5**0.5)]] for x, y in points.tolist()
+    ]
+
+
+def test_sides_without_the_columns_of_a_curve_have_none():
+    recipe = vmoe.VMoE(sides=("dense", "vmoe"), capacity_eval=(2.0, 0.5))
+    columns = [name for curve in recipe.curves().values() for name in curve.values()]
+    runs = [history("dense", seed, (0.5 + seed,)) for seed in (0, 1)] + [history("vmoe", 0, (0.25,))]
+    runs[2].rows[-1].update({name: number / 8 for number, name in enumerate(columns)})
+    runs[0].rows[-1][columns[0]] = 1.0  # of the first curve, but not all of it
+    found = sweeps._curves(recipe, report.summarise(runs, "accuracy", columns))
+    assert list(found) == [f"vmoe, {title}" for title in recipe.curves()]
+    points = [point[:2] for curve in found.values() for point in curve]
+    assert points == [(value, number / 8) for number, value in enumerate([2.0, 0.5] * 3)]
 
 
 def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch, capsys):

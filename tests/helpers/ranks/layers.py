@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import moe_kernels as mk
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel, GlobalPolicy
+from tests.helpers.layers import Operators
 from tests.helpers.ranks.exact import D, E, H, Model, T, full, mean_square, mesh_of_all, mlp, tokens
 
 
@@ -200,6 +203,19 @@ def dropout() -> None:
         torch.testing.assert_close(y, layer(x).y, rtol=1e-5, atol=1e-6)
 
 
+def backend_of_the_experts() -> None:
+    """It does all that ranks do with rows, but for plans."""
+    for capacity in (None, T):
+        mlps = experts(activation="relu", backend="reference")
+        parallelize_module(mlps, mesh_of_all()["ep"], ExpertParallel(capacity))
+        x, plan = tokens().requires_grad_(), mk.make_plan(torch.arange(T)[:, None] % E, E)
+        with Operators() as seen:
+            mlps(x, plan, torch.ones(T, 1)).sum().backward()
+            mlps.norms(x)
+        assert seen.names
+        assert all(name.startswith(("make_plan", "plan_", "refuse_")) for name in seen.names), seen.names
+
+
 def frozen_experts() -> None:
     layer = mlp()(None)
     layer.experts.requires_grad_(False)
@@ -290,6 +306,23 @@ def compiled_norms() -> None:
     parallelize_module(mlps, mesh_of_all()["ep"], ExpertParallel(T))
     found = torch.compile(lambda x: mlps.norms(x), backend="eager", fullgraph=True)(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def policy_of_all_ranks_in_graphs() -> None:
+    """There the numbers of tokens are not compared."""
+    policy, gate = GlobalPolicy(mnn.TokenChoice(1.0), mesh_of_all()["ep"]), mnn.TopKGate(D, E, 2)
+    x = tokens().chunk(dist.get_world_size())[dist.get_rank()]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        plan, weights = policy(gate(x), True)
+        return plan.slot_expert, weights
+
+    expected = run(x)
+    found = torch.compile(run, backend="eager", fullgraph=True)(x)
+    assert all(map(torch.equal, found, expected))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        slots, weights = run(mode.from_tensor(x))
+    assert (slots.shape, weights.shape) == (expected[0].shape, expected[1].shape)
 
 
 def _compiled(capacity: int | None, backend: str) -> None:

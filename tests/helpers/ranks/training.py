@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_, data_parallel
+from moe_kernels.papers.train.ranks import average_gradients
 from tests.helpers.ranks.exact import E, Model, T, full, group, mean_square, mlp, tokens, unfused
 
 MAX_NORM = 0.5
@@ -171,6 +172,31 @@ def norm_of_one_process(kind: str) -> None:
 
 def norm_without_gradients() -> None:
     assert clip_grad_norm_(sharded(mesh_of("2")), 1.0).item() == 0
+
+
+def averaged_gradients(ep: str) -> None:
+    """Over all ranks, or over those with the same experts; a missing gradient counts as 0."""
+    mesh, rank, ranks = mesh_of(ep), dist.get_rank(), dist.get_world_size()
+    model = sharded(mesh)
+    for each in model.parameters():
+        each.grad = torch.full_like(each, rank + 1.0)
+    model.some, model.unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    if rank == 1:
+        model.some.grad = torch.full((3,), 6.0)
+    own = range(rank % int(ep), ranks, int(ep))  # the ranks with the same experts
+    if rank >= int(ep):
+        model.layer.experts.b_out.grad = None
+    average_gradients(model, mesh)
+    assert model.unused.grad is None
+    assert model.frozen.grad is None
+    expected = {"some": 6 / ranks, "layer.experts.b_out": (own[0] + 1) / len(own)}
+    for name, each in model.named_parameters():
+        if name not in ("unused", "frozen"):
+            every = own if ".experts." in name else range(ranks)
+            mean = expected.get(name, sum(every) / len(every) + 1)
+            local = each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad
+            torch.testing.assert_close(local, torch.full_like(local, mean), msg=name)
 
 
 def save(folder: str, kind: str) -> None:
