@@ -262,6 +262,18 @@ def test_pictures_show_no_axes_without_data(tree: Path, curves: int, hidden: int
     assert plot._peers([]) is plot._peers([figure | {"peers": {}}]) is None
 
 
+def test_the_picture_of_the_readme_shows_pytorch_and_the_first_setting_alone(tree: Path) -> None:
+    result = result_of(tree, "cpu", gpu=False)
+    (figures,) = (entry["figures"] for entry in result["entries"])
+    figures[0]["peers"] |= {"torch other": 30.0}
+    drawn = plot.speedups(result)
+    figures[0]["peers"] |= {"package": 0.5}
+    figures += [figures[0] | {"setting": "3 threads", "peers": {PEER: 99.0}}, figures[0] | {"peers": {"package": 7.0}}]
+    assert plot.speedups(result) == drawn
+    figures[0]["peers"][PEER] = 40.0  # now the other one is the fastest
+    assert plot.speedups(result) != drawn
+
+
 def test_results_without_figures_have_no_table(tree: Path) -> None:
     empty = result_of(tree, "cpu", gpu=False, figures=[])
     assert list(report.measured_tables([empty], tree)) == []
@@ -328,6 +340,15 @@ def test_compare_ignores_a_change_of_memcpy_alone_on_a_cpu(tree: Path) -> None:
     after["entries"][0]["figures"][0] |= {"over_memcpy": 3.0, "peers": {PEER: 20.0}}
     (change,) = compare.changes(before, after)
     assert change.slowdown == pytest.approx(21 / 20)
+
+
+def test_compare_takes_the_quotient_that_changed_least_of_those_in_both_runs(tree: Path) -> None:
+    before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
+    before["entries"][0]["figures"][0] |= {"over_memcpy": 2.0, "peers": {"old": 1.0, PEER: 4.0, "other": 9.0}}
+    for ratios, slowdown in (({PEER: 3.2, "other": 12.0}, 1.25), ({PEER: 2.0, "other": 10.0}, 0.9)):
+        after["entries"][0]["figures"][0] |= {"over_memcpy": 4.0, "peers": {"new": 1.0, **ratios}}
+        (change,) = compare.changes(before, after)
+        assert change.slowdown == pytest.approx(slowdown)
 
 
 def test_figures_of_a_busy_machine_are_marked(tree: Path) -> None:

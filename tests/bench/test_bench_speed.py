@@ -374,9 +374,12 @@ def test_nsight_compute_profiles_the_call_without_its_inputs_at_free_clocks(monk
     program.write_text(f'#!/bin/sh\ncase "$*" in {wanted}) exit 0;; esac; exit 1\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(profile, "_proton", lambda *args: "not run")
-    found = profile.tools(replace(JOBS[0], device="cuda"), ["--op=kwta"], tmp_path)
-    assert found["Nsight Compute"] == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
+    monkeypatch.setattr(profile, "_proton", lambda *args: args)
+    job, file = replace(JOBS[0], device="cuda"), tmp_path / "kwta-cpu-float32-forward.ncu-rep"
+    assert profile.tools(job, ["--op=kwta"], tmp_path) == {"Nsight Compute": str(file), "proton": (job, tmp_path)}
+    for said, told in (("echo no permission", "no permission"), ("true", "no output")):
+        program.write_text(f"#!/bin/sh\n{said}; exit 1\n")
+        assert profile.tools(job, [], tmp_path)["Nsight Compute"] == f"failed: {told}"
 
 
 def test_profile_explains_wrong_options() -> None:

@@ -90,6 +90,32 @@ def test_a_figure_has_microseconds_and_ratios(small, monkeypatch):
     assert models.cells(figure)[4:] == ("2000.0", "3", "0.5", "1.5")
 
 
+@pytest.mark.parametrize("mode", ["prefill", "training"])
+def test_a_token_has_weights_of_sum_one_for_its_experts(mode, monkeypatch):
+    """In training every leaf gets a gradient anew."""
+    from transformers.integrations import moe
+
+    seen = []
+
+    def recorded(module, x, experts, weights):
+        seen.append((x, experts, weights, [each.grad for each in (x, weights, *module.parameters())]))
+        return x * weights.sum() + sum(each.sum() for each in module.parameters())
+
+    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "eager_of_test", recorded)
+    monkeypatch.setattr(models, "PEERS", ("eager_of_test",))
+    calls, _ = models._calls(SMALL, torch.float64, "cpu", mode)
+    for _ in range(2):
+        calls["eager_of_test"]()
+    x, experts, weights, grads = seen[-1]
+    assert (x.shape, experts.shape, weights.shape) == ((12, 16), (12, 2), (12, 2))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(12, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert (weights[:, 0] >= weights[:, 1]).all()
+    assert (weights > 0).all()
+    assert (experts[:, 0] != experts[:, 1]).all()
+    assert all(each is None for each in grads)
+    assert all((each.grad is not None) == (mode == "training") for each in (x, weights))
+
+
 def test_shapes_of_large_models_are_for_gpus():
     on_cpu, on_gpu = (list(models.jobs(device)) for device in ("cpu", "cuda"))
     assert {name for name, *_ in on_cpu} == set(models.SHAPES)

@@ -114,3 +114,86 @@ def test_tiles_are_not_sought_without_a_gpu(tmp_path: Path, monkeypatch: pytest.
     done = run("tiles", "--out", tmp_path)
     assert (done.exit_code, done.output) == (2, "No GPU that torch can use.\n")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_on_a_gpu_updates_the_readme_from_the_stored_results_alone(monkeypatch, tmp_path: Path) -> None:
+    """The result is written, and the report made of all results in the folder, also if the run breaks off."""
+    results, readme, written = tmp_path / "results", tmp_path / "README.md", []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.ledger, "RESULTS", results.resolve())
+    monkeypatch.setattr(command.report, "README", readme)
+    monkeypatch.setattr(command.report, "rendered", lambda text, found: f"{text} with {found}")
+    monkeypatch.setattr(command.merging, "read", lambda *folder: [each.name for each in folder] or "all")
+    monkeypatch.setattr(command.document, "write", lambda found, out: written.append((found, out)) or ())
+    run_of = Recorder(tmp_path, "", 0.0)
+    monkeypatch.setattr(command, "_begin", lambda *given: run_of)
+    for out, text in ((tmp_path / "other", "text"), (tmp_path / "other" / ".." / "results", "text with all")):
+        readme.write_text("text")
+        assert run("gpu", "--quick", "--out", out).exit_code == 0
+        assert readme.read_text() == text
+        assert written.pop() == ([out.name], out)
+    monkeypatch.setattr(Recorder, "measure", lambda *given: 1 / 0, raising=False)
+    run_of.calls.clear()
+    assert isinstance(run("gpu", "--out", results).exception, ZeroDivisionError)
+    assert [call.split()[0] for call in run_of.calls] == ["verify", "write", "print_paths"]
+    assert len(written) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [([], "none"), ([("A", 80), ("B", 24)], "A (80 GiB), B (24 GiB)")],
+)
+def test_a_run_begins_with_a_description_of_the_machine(monkeypatch, gpus: list, said: str) -> None:
+    facts = {"cpu": "Some CPU", "cores": 3, "isa": "avx2", "driver": "9", "python": "3", "torch": "2", "triton": "-"}
+    facts |= {"gpus": [{"name": name, "memory_gib": size} for name, size in gpus]}
+    monkeypatch.setattr(command.info, "machine", lambda: facts)
+    with console.capture() as printed:
+        command._describe_machine()
+    assert printed.get() == f"CPU Some CPU, 3 cores, avx2; GPU {said}; driver 9\nPython 3, torch 2, Triton -\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, {"peers": None, "threads": (1, 4), "routings": command.ROUTINGS}),
+        ({"peers": ["none"]}, {"peers": ()}),
+        ({"peers": ["none,TOPK", "pot"]}, {"peers": ("TOPK", "pot")}),
+        ({"threads": [3, 2]}, {"threads": (3, 2)}),
+        ({"routing": ["zipf"], "curves": True}, {"routings": ("zipf",), "curves": True}),
+        (
+            {"shapes": command.Shapes.llm, "dtype": ["float16", "float32"]},
+            {"shapes": "llm", "dtypes": ("float16", "float32")},
+        ),
+    ],
+)
+def test_options_select_what_is_measured(monkeypatch, options: dict, said: dict) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    given = {"shapes": command.Shapes.quick, "routing": None, "peers": None, "dtype": ["bfloat16"], "threads": None}
+    found = command._request(**(given | {"curves": False} | options))
+    expected = {"shapes": "quick", "dtypes": ("bfloat16",), "curves": False} | said
+    assert {name: getattr(found, name) for name in expected} == expected
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert command._request(**(given | {"curves": False})).threads == (1,)
+
+
+def test_the_drawn_result_is_of_a_gpu_and_then_the_newest_that_was_measured(monkeypatch, tmp_path: Path) -> None:
+    def result(gpu: bool, date: str, figures: int = 1) -> dict:
+        return {"gpu": gpu, "date": date, "entries": [{"figures": []}, {"figures": [{}] * figures}]}
+
+    from bench import plot
+
+    drawn: list[tuple] = []
+    found = [result(False, "5"), result(True, "2"), result(True, "3"), result(True, "4", figures=0), result(True, "1")]
+    monkeypatch.setattr(command.ledger, "ROOT", tmp_path)
+    monkeypatch.setattr(command.report, "README", tmp_path / "README.md")
+    monkeypatch.setattr(command.report, "rendered", lambda text, results: f"{text} {len(results)}")
+    monkeypatch.setattr(plot, "speedups", lambda result: drawn.append((result["gpu"], result["date"])) or b"<svg>")
+    (tmp_path / "docs").mkdir()
+    for results, expected in ((found, [(True, "3")]), (found[:1], [(False, "5")]), (found[3:4], [])):
+        (tmp_path / "README.md").write_text("text")
+        monkeypatch.setattr(command.merging, "read", lambda results=results: results)
+        assert run("report", "--readme").output == "README.md and docs/measured.svg rewritten\n"
+        assert (tmp_path / "README.md").read_text() == f"text {len(results)}"
+        assert drawn == expected
+        drawn.clear()
+    assert (tmp_path / "docs" / "measured.svg").read_bytes() == b"<svg>"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,3 +271,161 @@ def test_sizes_of_a_configuration_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
             of_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "router", "groups"),
+    [
+        ({}, "topk_softmax", None),
+        ({"norm_topk_prob": True}, "topk_softmax", None),
+        ({"norm_topk_prob": False}, "softmax_topk", None),
+        ({"scoring_func": "softmax"}, "topk_softmax", None),
+        ({"scoring_func": "sigmoid"}, "sigmoid", (1, 1)),
+        ({"scoring_func": "sigmoid", "topk_group": 4}, "sigmoid", (1, 4)),
+        ({"n_group": 8}, "sigmoid", (8, 1)),
+        ({"n_group": 8, "topk_group": 4, "norm_topk_prob": False}, "sigmoid", (8, 4)),
+    ],
+    ids=str,
+)
+def test_the_router_of_a_configuration_file(tmp_path, changes, router, groups):
+    config = {"d_model": 64, "moe_intermediate_size": 32, "intermediate_size": 99, "num_local_experts": 8, "top_k": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config | changes, "hidden_size": 7}))
+    found = of_model(str(tmp_path / "config.json"))
+    assert (found.router, found.groups) == (router, groups)
+    assert (found.dim, found.hidden, found.experts, found.k, found.tokens) == (64, 32, 8, 2, 8192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation", "bias"),
+    [
+        ({"hidden_act": "relu"}, "relu", False),
+        ({"hidden_act": "gelu"}, "geglu", False),
+        ({"swiglu_limit": 7.0}, "swiglu_clamped", True),
+        ({"model_type": "gpt_oss", "hidden_act": "silu"}, "swiglu_clamped", True),
+        ({"hidden_act": "tanh"}, None, None),
+        ({"num_experts": True}, None, None),
+        ({"num_experts": 0}, None, None),
+        ({"num_experts": None, "moe_num_experts": 8}, "swiglu", False),
+    ],
+    ids=str,
+)
+def test_the_activation_of_a_configuration_file(tmp_path, changes, activation, bias):
+    config = {"hidden_size": 64, "ffn_dim": 32, "num_experts": 8, "num_experts_per_tok": 2} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if activation is None:
+        with pytest.raises(ValueError, match=r"hidden_act 'tanh', not one of silu|must give experts as a positive int"):
+            of_model(str(tmp_path))
+    else:
+        found = of_model(str(tmp_path))
+        assert (found.activation, found.bias, found.experts) == (activation, bias, 8)
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "device", "runs"),
+    [
+        ("cuda", "triton", "cuda", True),
+        ("cuda", "cuda", "cuda", True),
+        ("cpu", "cpu", "cpu", True),
+        ("cpu", "triton", "cpu", False),  # interpreted
+        ("cpu", "cpu", "cuda", False),
+        ("cuda", "cpu", "cpu", False),
+        (None, "cpu", "cpu", False),
+    ],
+)
+def test_a_backend_runs_on_the_device_itself(monkeypatch, place, backend, device, runs):
+    monkeypatch.setattr(layer_command, "placement", lambda *given: SimpleNamespace(device=place))
+    assert layer_command._runs(backend, device, "float32") == runs
+
+
+FIGURE = {
+    "us": 20.0,
+    "low_us": 19.0,
+    "high_us": 21.0,
+    "gb_per_s": 123.4,
+    "ceiling_percent": 45.6,
+    "gflop_per_s": 5000.0,
+}
+
+
+def test_cells_of_a_line_by_hand(monkeypatch):
+    """24 tokens in 20 us are 1.2 million a second."""
+    peers = {"torch bmm": 2.5, "torch loop over the experts": 40.0, "torch grouped": 0.5}
+    row = layer.Row("up", "training", 100_000_000, 1, FIGURE | {"peers": peers, "peak_mib": 3.25})
+    cells = layer_command._cells(setting(), row, [])
+    rates = {"GFLOP": "0.1", "GFLOP/s": "5000", "TFLOP/s": "5"}
+    assert cells == rates | {
+        "us": "20", "Mtok/s": "1.2", "GB/s": "123", "% ceil": "46", "MiB": "3.25", "x best": "0.5", "x eager": "40",
+    }  # fmt: skip
+    other = layer.Row("combine", "forward", 0, 1, FIGURE | {"peers": {"torch index_add": 3.0, "torch other": 7.0}})
+    assert layer_command._cells(setting(), other, []) == {
+        "us": "20", "Mtok/s": "1.2", "GB/s": "123", "% ceil": "46", "x best": "3", "x eager": "3",
+    }  # fmt: skip
+    assert layer_command._cells(setting(), replace(other, figure=None), []) == {"us": "-"}
+
+
+@pytest.mark.parametrize(("least_bytes", "flops", "percent"), [(4e6, 1e3, "10"), (1.0, 12.48e8, "20")])
+def test_the_share_of_a_data_sheet_is_of_its_bandwidth_or_peak(monkeypatch, least_bytes, flops, percent):
+    """20 us on a GPU of 2000 GB/s and 312 TFLOP/s: 4 MB take 2 us, 1.248 GFLOP take 4."""
+    gpu = replace(predict.GPUS["A100"], name="Some GPU", gb_per_s=2000, tflops={"bfloat16": 312.0, "tf32": 1.0})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Some GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = replace(setting(), dtype=torch.bfloat16, device="cuda")
+    row = layer.Row("up", "forward", flops, least_bytes, FIGURE | {"peers": {}, "launches": 3})
+    found = layer_command._cells(chosen, row, [predict.GPUS["H100"], gpu])
+    assert (found["% sheet"], found["kernels"]) == (percent, "3")
+    assert layer_command._cells(chosen, row, [])["% sheet"] == "-"
+    assert layer_command._sheet_percent(gpu, replace(row, figure=None), chosen) == 0.0
+    monkeypatch.setattr(predict, "GPUS", {"here": gpu, "A100": predict.GPUS["A100"], "H100": predict.GPUS["H100"]})
+    assert layer_command._gpus() == [gpu]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "unheard")
+    assert [each.name for each in layer_command._gpus()] == [predict.GPUS[name].name for name in predict.REPORTED]
+
+
+def test_numbers_have_three_digits_and_columns_are_those_of_the_device():
+    numbers = (0.01234, 9.996, 99.94, 99.96, 100.4, 123456.7)
+    assert list(map(layer_command._number, numbers)) == ["0.0123", "10", "99.9", "100", "100", "123457"]
+    common = ["us", "Mtok/s", "GFLOP"], ["GB/s", "% ceil"]
+    assert layer_command._measured(setting(), "forward") == [*common[0], "GFLOP/s", *common[1], "x best", "x eager"]
+    on_gpu = [*common[0], "TFLOP/s", *common[1], "% sheet", "kernels", "MiB", "x best", "x eager"]
+    assert layer_command._measured(replace(setting(), device="cuda"), "training") == on_gpu
+
+
+@pytest.mark.parametrize(("terminal", "fits", "lines"), [(False, True, 2), (True, True, 0), (False, False, 0)])
+def test_a_pipe_shows_each_line_as_it_is_measured(monkeypatch, terminal, fits, lines):
+    """A terminal shows a spinner."""
+    predicted = dict.fromkeys(predict.REPORTED, (5.0, "DRAM"))
+    rows = [layer.Row("combine", each, 0, 1, FIGURE | {"peers": {}}, predicted) for each in layer.DIRECTIONS]
+    monkeypatch.setattr(layer, "run", lambda *given: iter(rows))
+    monkeypatch.setattr(layer_command, "_ceilings", lambda setting: {"1 thread": {"copy": 9.0}})
+    monkeypatch.setattr(layer.Setting, "fits", lambda self: fits)
+    monkeypatch.setattr(layer_command, "status", lambda text: nullcontext(SimpleNamespace(update=lambda text: None)))
+    monkeypatch.setattr(console, "_force_terminal", terminal)
+    status, output = run("--threads", "1")
+    assert status == 0, output
+    assert output.count(" combine: 20 us\n") == lines
+
+
+@pytest.mark.parametrize(("used", "said"), [(0.79, None), (0.81, "used 10 % of"), (3.2, "used 40 % of")])
+def test_other_programs_that_used_over_a_tenth_of_the_cores_are_named(monkeypatch, used, said):
+    """Two seconds on four cores."""
+    row = partial(layer.Row, "combine", flops=0, least_bytes=1, figure=FIGURE | {"peers": {}})
+    rows = [row(direction=each, predicted=dict.fromkeys(predict.REPORTED, (5.0, "DRAM"))) for each in layer.DIRECTIONS]
+    counted = iter([50.0, 50.0 + used])
+    clock = SimpleNamespace(now=7.0)
+
+    def measured(*given):
+        yield from rows
+        clock.now += 2.0
+
+    monkeypatch.setattr(layer, "run", measured)
+    monkeypatch.setattr(layer_command, "_ceilings", lambda setting: {"1 thread": {"copy": 9.0}})
+    monkeypatch.setattr(layer_command, "_used_by_others", lambda: next(counted))
+    monkeypatch.setattr(layer_command, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(layer_command.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(console, "width", 100)
+    status, output = run("--threads", "1")
+    assert status == 0, output
+    text = f"Other programs {said} the cores meanwhile: run again when the machine is quiet."
+    assert (text in " ".join(output.split())) == (said is not None)
+    assert ("Other programs" in output) == (said is not None)
+    assert output.count("\nforward combine: 20 us\n") == 1
