@@ -106,3 +106,19 @@ def test_bad_use_is_refused_by_name():
         mk.grouped_gemm(x, weight[..., :3], offsets, activation="swiglu_clamped")
     with pytest.raises(ValueError, match="expert_norms: activation must be"):
         mk.expert_norms(x, weight, torch.randn(1, 2, 3), activation="swiglu_clamped")
+
+
+def test_gradients_at_the_limits_are_those_of_clamp(target):
+    """clamp passes the gradient of a number that equals a limit."""
+    limit, alpha = 0.75, 1.25
+    pairs = [(gate, up) for gate in (-1.0, 0.5, limit, 1.0) for up in (-1.0, -limit, 0.25, limit, 1.0)]
+    weight = torch.tensor(pairs).flatten()[None, None].to(target.device, narrow(target)).requires_grad_()
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=target.device)
+    named = {"activation": "swiglu_clamped", "alpha": alpha, "limit": limit, "backend": target.backend}
+    out = mk.grouped_gemm(weight.new_ones(1, 1), weight, offsets, **named)
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    gate, up = (each.double().requires_grad_() for each in torch.tensor(pairs).unbind(1))
+    exact = (up.clamp(-limit, limit) + 1) * gate.clamp(max=limit) * torch.sigmoid(alpha * gate.clamp(max=limit))
+    expected = torch.stack(torch.autograd.grad(exact.sum(), (gate, up)), 1).flatten()
+    off = 1e-6 if weight.dtype == torch.float32 else 0.01
+    torch.testing.assert_close(grad.flatten().double().cpu(), expected, rtol=off, atol=off)

@@ -32,6 +32,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_topk": lambda x: mk.topk_gate(x, 2, order="softmax_topk")[0],
     "sinkhorn": lambda x: mk.sinkhorn(x, 5),
     "sinkhorn tolerance": lambda x: mk.sinkhorn(x, 5, tolerance=1e-3),
+    "sinkhorn sums": lambda x: mk.sinkhorn(x, 5, rows=(r := x.abs().sum(-1) + 1), columns=r.flip(-1)),
     "sinkhorn implicit": lambda x: mk.sinkhorn(x, 40, gradient="implicit"),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,6 +132,20 @@ def test_batched_gradients(call):
     torch.testing.assert_close(got, torch.stack(expected))
     jacobian = torch.autograd.functional.jacobian
     torch.testing.assert_close(jacobian(f, x, vectorize=True), jacobian(f, x))
+
+
+@pytest.mark.parametrize("call", [*ROWS, *OTHERS])
+def test_a_second_derivative_is_refused_by_name(call):
+    """But kwta, dispatch and combine are linear in their rows, and have any derivative of these."""
+    f, x = (ROWS | OTHERS)[call], torch.randn(4, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+    op = {"gathered": "grouped_gemm", "topk_softmax": "topk_gate", "softmax_topk": "topk_gate"}.get(call, call)
+    if call.startswith(("kwta", "dispatch", "combine")):
+        (found,) = torch.autograd.grad(dx.sum(), x)
+        assert found.shape == x.shape
+        return
+    with pytest.raises(RuntimeError, match=f"^{op.split()[0]}: kernels are once_differentiable; backend='reference'"):
+        dx.sum().backward()
 
 
 TRANSFORMS: dict[str, Callable[..., object]] = {
