@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[1] / "stored"
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
@@ -135,3 +137,18 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(figure.Figure, "savefig", savefig)
     return found
+
+
+def input_line(name: str, value: object) -> str:
+    """An input of an operation: of a tensor dtype, shape, strides, the mean of its absolute values, the last one."""
+    if is_dataclass(value):
+        return " ".join(input_line(f"{name}.{each.name}", getattr(value, each.name)) for each in fields(value))
+    if not isinstance(value, torch.Tensor):
+        return f"{name}={value!r}"
+    text = f"{name}={str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}".replace(" ", "")
+    if not value.is_contiguous():
+        text += f"@{value.stride()}".replace(" ", "")
+    if not value.numel():
+        return text
+    size = value.double().nan_to_num(0, 0, 0).clamp(-1e3, 1e3)
+    return f"{text}: {size.abs().mean():.4g} {size.flatten()[-1]:.4g}"
