@@ -93,7 +93,7 @@ matrix:
 
 # The compiler needs three of the packages; it works while pip, which uses one core, installs the rest.
 build: $(COMPILER)
-	@$(MAKE) --no-print-directory -j2 extension $(READY)
+	@$(MAKE) --no-print-directory -s -j2 extension $(READY)
 
 extension: $(COMPILER)
 	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -316,9 +318,53 @@ def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Pat
     assert sum(line.us for line in found.lines) == pytest.approx(found.us)
     assert all(line.floors == pytest.approx(line.us / found.floor_us) for line in found.lines)
     assert all(line.share == pytest.approx(line.us / found.us) for line in found.lines)
+    assert all(line.launches is None for line in found.lines)
     assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
     assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
+
+
+def test_a_profile_on_a_gpu_has_the_times_and_launches_of_its_kernels(monkeypatch, tmp_path: Path) -> None:
+    """Ten calls are traced, after one and before one that Nsight Compute may profile."""
+    order: list[str] = []
+    kinds = torch.autograd.DeviceType
+    events = [
+        SimpleNamespace(key="small", count=30, device_type=kinds.CUDA, self_device_time_total=100.0),
+        SimpleNamespace(key="large", count=10, device_type=kinds.CUDA, self_device_time_total=300.0),
+    ]
+
+    @contextmanager
+    def block(name: str):
+        order.append(f"{name}:")
+        yield SimpleNamespace(key_averages=lambda: events, export_chrome_trace=lambda path: Path(path).write_text(name))
+        order.append("end")
+
+    figures = [{"us": 50.0, "ceiling_percent": 16.0}, {"us": 1.0, "ceiling_percent": 1.0}]
+    job = replace(JOBS[0], device="cuda", backends=("triton", "cuda"), threads=1, dtype=torch.bfloat16)
+    monkeypatch.setattr(measure, "ceilings", lambda jobs: {"of": jobs})
+    monkeypatch.setattr(
+        measure, "run", lambda *given: order.append(given) or iter([measure.Found(figures=figures, left_out=["x"])])
+    )
+    monkeypatch.setattr(profile, "_call", lambda job: lambda: order.append("call"))
+    monkeypatch.setattr(tracing, "traced", lambda device: block(f"traced on {device}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: block("profiled"))
+    found = profile.profile(job, tmp_path / "new" / "folder", 0.125)
+    asked = ([job], {"of": [job]}, 0.125, ())
+    traced = ["traced on cuda:", *["call"] * 10, "wait", "end"]
+    assert order == [asked, "call", *traced, "profiled:", "call", "wait", "end"]
+    assert found.lines == [
+        profile.Line("large", 1.0, 30.0, 0.75, 3.75), profile.Line("small", 3.0, 10.0, 0.25, 1.25),
+    ]  # fmt: skip
+    assert (found.us, found.floor_us) == (50.0, 8.0)
+    assert found.trace == tmp_path / "new" / "folder" / "kwta-triton-bfloat16-forward.trace.json"
+    assert found.trace.read_text() == "traced on cuda"
+
+
+def test_on_a_cpu_the_time_of_an_operator_counts_without_its_children() -> None:
+    event = partial(SimpleNamespace, device_type=torch.autograd.DeviceType.CPU, self_device_time_total=7.0)
+    events = [event(key="a", count=5, self_cpu_time_total=20.0), event(key="b", count=10, self_cpu_time_total=0.0)]
+    assert profile._own_times(events, False) == [("a", 0.5, 2.0)]
 
 
 def test_proton_writes_the_file_that_is_named(monkeypatch, tmp_path: Path) -> None:

@@ -261,6 +261,11 @@ def test_wrong_options_are_named(options, words):
     assert words in " ".join(output.replace("│", " ").split())
 
 
+def test_every_expert_may_be_chosen():
+    chosen = layer_command._setting({"k": 4, "experts": 4, "dim": None}, None, "float16", "zipf", 1.5, None, 3)
+    assert chosen == layer.Setting(replace(Sizes(), k=4, experts=4), torch.float16, "cpu", None, "zipf", 1.5, 3)
+
+
 def test_sizes_of_a_configuration_file(tmp_path):
     path = tmp_path / "config.json"
     config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}

@@ -54,6 +54,13 @@ def test_a_call_has_as_many_samples_as_fit_but_some_at_least(seconds: float, bud
     assert found["one"].count == clock.calls == rounds
 
 
+def test_a_sample_is_the_median_with_the_first_and_the_last_tenth() -> None:
+    """Of 0 to 40, and of 0 to 4, where the tenths are the least and the most."""
+    assert timing.Sample.of([float(n * 7 % 41) for n in range(41)]) == timing.Sample(20.0, 4.0, 36.0, 41)
+    assert timing.Sample.of([4.0, 1.0, 3.0, 0.0, 2.0]) == timing.Sample(2.0, 0.0, 4.0, 5)
+    assert timing.Sample.of([3.0, 1.0]) == timing.Sample(2.0, 1.0, 3.0, 2)
+
+
 def test_samples_stay_with_their_call() -> None:
     clock = Clock()
     found = timing.interleave({"one": clock.spending(1.0, 2.0, 6.0), "two": clock.spending(0.5)}, 0.0, clock)

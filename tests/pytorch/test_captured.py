@@ -351,6 +351,18 @@ def test_a_step_that_does_not_repeat_is_found():
     assert compared(layer(Restless(D, E, 2))).endswith(" before the first replay")
 
 
+def test_a_buffer_of_the_copy_alone_is_found():
+    class Copied(mnn.TopKGate):
+        def __deepcopy__(self, memo):
+            made = Copied(D, E, 2)
+            made.load_state_dict(self.state_dict())
+            made.register_buffer("more", torch.zeros(()))
+            return made
+
+    found = compared(layer(Copied(D, E, 2)))
+    assert found == "FAILED: gate.more exists only in the captured training before the first replay"
+
+
 # The tape itself.
 
 
