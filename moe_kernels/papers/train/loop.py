@@ -1,9 +1,9 @@
 """One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
-The batches of an epoch are blocks of a permutation that is drawn from the epoch: of the seed that `Run.batch` sets, in
-the upper 32 bits, torch's generator on the CPU uses none, so that runs of all seeds have the same batches. Every run has
-a random state of its own. So alternating with other runs, or continuing from a checkpoint, does not change a run's
-random numbers.
+The batches of an epoch are blocks of a permutation that is drawn from the epoch: torch's generator on the CPU does not
+use the upper 32 bits, which hold the run's seed in `Run.batch`, so that runs of all seeds have the same batches. Every
+run has a random state of its own. So alternating with other runs, or continuing from a checkpoint, does not change a
+run's random numbers.
 """
 
 from __future__ import annotations
