@@ -206,6 +206,34 @@ def test_instructions_by_pipe_and_the_loop_of_products_by_hand():
     assert pipes.product_loop(result) == 0  # the wgmma is in no loop
 
 
+OPCODES = {
+    (
+        "",
+        0,
+    ): "mov.u32 cvta.to.global.u64 prmt.b32 and.b64 cvt.u64.u32 cvt.u32.u64 abs.f64 neg.f64 selp.f64 ld.global.f64 "
+    "st.shared.v4.f32 atom.global.add.f32 red.add.f64 cp.async.cg bar.sync mbarrier.init.b32 barrier.sync fence.proxy "
+    "membar.gl bra ret exit wgmma.mma_async.sync mma.sync.aligned ldmatrix.sync stmatrix.sync and.pred abs.f32 neg.s32",
+    ("special", 1): "rcp.approx.ftz.f64 ex2.approx.f32 lg2.approx.f32 rcp.rn.f32 rsqrt.approx.f32 sqrt.rn.f32 "
+    "tanh.approx.f32 sin.approx.f32 cos.approx.f32 div.full.f32",
+    ("fp64", 10): "rcp.rn.f64 div.rn.f64 sqrt.rn.f64 rsqrt.approx.f64",
+    ("fp64", 2): "cvt.f64.f32 cvt.rn.f32.f64 cvt.rzi.s32.f64",
+    ("fp64", 1): "add.f64 fma.rn.f64 max.f64 setp.lt.f64",
+    (
+        "fp32",
+        1,
+    ): "add.f32 sub.rn.f32 mul.f16 fma.rn.bf16x2 mad.rn.f32 add.f16x2 add.bf16 mul.lo.s32 mul.wide.u16 mad.hi.u64",
+    ("shuffle", 1): "shfl.sync.bfly.b32 redux.sync.add.s32 match.any.sync.b32",
+    ("integer", 1): "add.s32 sub.u64 setp.lt.s32 setp.gt.f32 max.f32 min.s32 selp.b32 shl.b32 div.u32 cvt.rn.f32.s32 "
+    "cvt.rn.bf16x2.f32 popc.b32 brev.b32 lop3.b32",
+}
+
+
+@pytest.mark.parametrize(("pipe", "opcodes"), OPCODES.items(), ids=str)
+def test_every_opcode_has_its_pipe(pipe, opcodes):
+    for opcode in opcodes.split():
+        assert pipes.pipe_of(f"{opcode} %r1, %rd2.b64, [%r3.f64]") == pipe, opcode
+
+
 def test_counts_grow_by_the_named_sizes():
     case = counting.Case("kwta", registry.ENTRIES["kwta"], {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",))
     assert case.counted_shape == {"R": 64, "N": 100, "p": 0.1}

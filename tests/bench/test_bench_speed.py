@@ -423,7 +423,7 @@ def test_nsight_compute_profiles_the_call_without_its_inputs_at_free_clocks(monk
     monkeypatch.setattr(profile, "_proton", lambda *args: args)
     job, file = replace(JOBS[0], device="cuda"), tmp_path / "kwta-cpu-float32-forward.ncu-rep"
     assert profile.tools(job, ["--op=kwta"], tmp_path) == {"Nsight Compute": str(file), "proton": (job, tmp_path)}
-    for said, told in (("echo no permission", "no permission"), ("true", "no output")):
+    for said, told in (("echo no permission", "no permission"), ("true", "no output"), ("printf '\\377.'", "\ufffd.")):
         program.write_text(f"#!/bin/sh\n{said}; exit 1\n")
         assert profile.tools(job, [], tmp_path)["Nsight Compute"] == f"failed: {told}"
 

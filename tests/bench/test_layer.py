@@ -261,7 +261,8 @@ def test_wrong_options_are_named(options, words):
     assert words in " ".join(output.replace("│", " ").split())
 
 
-def test_every_expert_may_be_chosen():
+def test_every_expert_may_be_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     chosen = layer_command._setting({"k": 4, "experts": 4, "dim": None}, None, "float16", "zipf", 1.5, None, 3)
     assert chosen == layer.Setting(replace(Sizes(), k=4, experts=4), torch.float16, "cpu", None, "zipf", 1.5, 3)
 

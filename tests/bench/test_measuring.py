@@ -12,8 +12,9 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-from bench import measure, nvml, peers, registry, timing
+from bench import measure, nvml, peers, profile, registry, timing
 from bench.worker import WorkerLost
+from moe_kernels.info import Placement
 from tests.helpers.bench import ENTRY, PEER, ROW, SHAPE
 
 JOB = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
@@ -200,6 +201,52 @@ def test_a_curve_is_forward_in_the_first_dtype_on_most_threads() -> None:
     assert {(job.device, job.dtype, job.direction, job.threads) for job in curves} == {
         ("cpu", torch.bfloat16, "forward", 3), ("cuda", torch.float32, "forward", 1),
     }  # fmt: skip
+
+
+GPU, INTERPRETED, MISSING = Placement("cuda", ""), Placement("cpu", ""), Placement(None, "no compiler")
+
+
+@pytest.mark.parametrize(
+    ("backend", "places", "found"),
+    [
+        (None, {"cpu": MISSING, "triton": GPU, "cuda": GPU}, ("triton", "cuda")),
+        (None, {"cpu": INTERPRETED, "triton": GPU}, ("cpu", "cpu")),
+        ("cuda", {"cpu": INTERPRETED, "triton": GPU, "cuda": GPU}, ("cuda", "cuda")),
+        (None, {"cpu": MISSING, "triton": INTERPRETED, "cuda": MISSING},
+         "cpu: no compiler; triton: interpreted on the CPU; cuda: no compiler"),
+        ("triton", {"cpu": INTERPRETED, "triton": INTERPRETED}, "triton: interpreted on the CPU"),
+    ],
+)  # fmt: skip
+def test_the_first_backend_that_runs_is_profiled(monkeypatch, backend, places: dict, found) -> None:
+    asked: list[tuple] = []
+    monkeypatch.setattr(profile, "placement", lambda *given: asked.append(given) or places.get(given[1], MISSING))
+    job, reason = profile.job_of("kwta", backend, "bfloat16", "training", "quick", 1, 3)
+    assert asked == [("kwta", name, torch.bfloat16) for name in ([backend] if backend else profile.KERNELS)]
+    if job is None:
+        assert reason == found
+        return
+    shape = ENTRY.complete(ENTRY.shapes["quick"][1], found[1])
+    assert job == measure.Job("kwta", shape, torch.bfloat16, "training", found[1], 3, (found[0],))
+    assert reason == ""
+
+
+@pytest.mark.parametrize(
+    ("direction", "shapes", "index", "there"),
+    [
+        ("forward", "one", 0, True),
+        ("forward", "one", 1, False),
+        ("training", "one", 0, False),
+        ("forward", "x", 0, False),
+    ],
+)
+def test_a_profile_of_a_shape_that_is_not_there_says_what_there_is(monkeypatch, direction, shapes, index, there):
+    entry = replace(ENTRY, directions=("forward", "backward"), shapes={"one": [SHAPE]})
+    monkeypatch.setitem(registry.ENTRIES, "kwta", entry)
+    job, reason = profile.job_of("kwta", "cpu", "float32", direction, shapes, index, 1)
+    assert (job is not None) == there
+    assert reason == (
+        "" if there else f"kwta has directions forward, backward and {shapes.count('one')} {shapes} shapes"
+    )
 
 
 @pytest.mark.parametrize(("uuid", "handle"), [("1234", "GPU-1234"), (None, 0)])

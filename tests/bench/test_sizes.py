@@ -85,6 +85,7 @@ def test_predict_prints_every_launch_if_all_are_asked_for(every, monkeypatch):
         (("--op", "kwta,sinkhorn", "--backend", "cuda"), {("kwta", "cuda"), ("sinkhorn", "cuda")}),
         (("--op", "dispatch"), {("dispatch", "triton"), ("dispatch", "cuda")}),
         (("--op", "combine", "--backend", "triton", "--size", "T=64"), {("combine", "triton")}),
+        (("--op", "expert_mlp,kwta", "--backend", "triton"), {("expert_mlp", "triton"), ("kwta", "triton")}),
     ],
 )
 def test_the_chosen_kernels_alone_are_predicted(options, pairs, tmp_path):
@@ -100,7 +101,8 @@ def test_the_chosen_kernels_alone_are_predicted(options, pairs, tmp_path):
     ]
     if "--size" not in options:
         assert found == [predict.record(each, predict.GPUS["H100"]) for each in wanted]
-    assert ("expert_mlp is counted with gelu" in done.output) is False
+    said = "expert_mlp is counted with gelu. Others: python -m bench layer --activation swiglu --predict-only"
+    assert (said in " ".join(done.output.split())) == ("expert_mlp,kwta" in options)
 
 
 def test_a_gpu_has_the_given_figures_in_place_of_its_own():
