@@ -12,8 +12,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-# Tests that wait for a process or a time limit leave their core to further processes of pytest.
-WORKERS = $(shell echo $$(($(JOBS) + 2)))
+# Tests that wait for a process or a time limit leave a core to one more of pytest's processes; with two more the suite
+# took a minute longer.
+WORKERS = $(shell echo $$(($(JOBS) + 1)))
 
 ifeq ($(VENV),0)
 RUN := $(PYTHON)
