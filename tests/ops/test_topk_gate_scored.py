@@ -241,3 +241,15 @@ def test_wrong_records_read_nothing_else_on_a_gpu_and_are_named_if_checked(backe
             _, experts = mk.topk_gate(X, 2, forced=bad, **options, backend=backend)
             assert ((experts >= 0) & (experts < 6)).all()
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_a_bias_that_starts_anywhere(target: Target, start: int) -> None:
+    """Logits and bias may be read in vectors of four."""
+    logits, memory = torch.randn(5, 12), torch.randn(12 + start)
+    memory[:start] = NAN
+    named = {"scores": "sigmoid", "backend": target.backend}
+    weights, experts = mk.topk_gate(logits.to(target.device), 3, bias=memory.to(target.device)[start:], **named)
+    expected = by_loops(logits, 3, scores="sigmoid", bias=memory[start:])
+    assert experts.tolist() == expected[1]
+    torch.testing.assert_close(weights.cpu(), torch.tensor(expected[0]))
