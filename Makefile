@@ -12,18 +12,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
-# Tests that wait for a process or a time limit leave a core to one more of pytest's processes; with two more the suite
-# took a minute longer.
+# Tests that wait for a process or a time limit leave a core to one more of pytest's processes.
 WORKERS = $(shell echo $$(($(JOBS) + 1)))
 
 ifeq ($(VENV),0)
 RUN := $(PYTHON)
 READY :=
-COMPILER :=
+BUILD_TOOLS :=
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
-COMPILER := $(VENV)/compiler
+BUILD_TOOLS := $(VENV)/build-tools
 endif
 
 .PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build extension clean
@@ -51,7 +50,7 @@ visible_gpu:
 
 # With this order, which also holds under make -j, a machine without a GPU installs and builds nothing for make gpu.
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
-build $(COMPILER) $(READY): | visible_gpu
+build $(BUILD_TOOLS) $(READY): | visible_gpu
 endif
 
 SAVED := bench/out/regression
@@ -92,20 +91,21 @@ hub: $(READY)
 matrix:
 	$(PYTHON) -m release.matrix --write $(MATRIX)
 
-# The compiler needs three of the packages; it works while pip, which uses one core, installs the rest.
-build: $(COMPILER)
+# The build needs three of the packages; it runs while pip, which uses one core, installs the rest. Without MAKEFLAGS ninja
+# does not look for a job server of make.
+build: $(BUILD_TOOLS)
 	@$(MAKE) --no-print-directory -s -j2 extension $(READY)
 
-extension: $(COMPILER)
+extension: $(BUILD_TOOLS)
 	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
-	$(RUN) setup.py build_ext --inplace
+	MAKEFLAGS= $(RUN) setup.py build_ext --inplace
 
-$(VENV)/compiler: requirements-dev.txt
+$(VENV)/build-tools: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -E '^(setuptools|pybind11|ninja)==' $< | xargs $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
-$(VENV)/ready: $(VENV)/compiler
+$(VENV)/ready: $(VENV)/build-tools
 	@echo installing the packages of requirements-dev.txt into $(VENV): some minutes
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

@@ -62,7 +62,7 @@ def test_steps_of_an_epoch_and_of_a_run(sizes, expected):
     assert (run.epoch_steps, run.steps) == expected
 
 
-def test_an_evaluation_draws_from_seed_and_step_and_leaves_the_training_alone(monkeypatch):
+def test_an_evaluation_draws_numbers_of_its_own_and_leaves_those_of_training_alone(monkeypatch):
     drawn = []
     monkeypatch.setattr(Run, "evaluate", lambda run: drawn.append(torch.rand(3)) or {})
     found = {}
