@@ -50,7 +50,7 @@ class Comparison:
         make: Callable[[Recipe, int, Splits], Run] = Run,
         on_first: Callable[[Callable[[], object]], None] = call,
     ) -> None:
-        if not 0 <= recipe.seed < 2**31 - seeds:  # Run.batch shifts it by 32 bits
+        if not 0 <= recipe.seed < 2**31 - seeds:  # products with it stay within 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, parts(data, recipe), every
         self.test_samples = len(data.test[0])  # of the data set; an evaluation may use fewer

@@ -1,9 +1,8 @@
 """One run: one model of a comparison (a side) with one seed, from its first step to its last.
 
-The batches of an epoch are blocks of a permutation that is drawn from the epoch: torch's generator on the CPU does not
-use the upper 32 bits, which hold the run's seed in `Run.batch`, so that runs of all seeds have the same batches. Every
-run has a random state of its own. So alternating with other runs, or continuing from a checkpoint, does not change a
-run's random numbers.
+The batches of an epoch are blocks of a permutation that is drawn from the run's seed and the epoch: sides of equal seed
+have equal batches. Every run has a random state of its own. So alternating with other runs, or continuing from a
+checkpoint, does not change a run's random numbers.
 """
 
 from __future__ import annotations
@@ -131,7 +130,8 @@ class Run:
     def batch(self, step: int) -> Batch:
         epoch, block = divmod(step, self.epoch_steps)
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+            # torch's generator on the CPU uses the lower 32 bits of this number alone.
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(len(self.data.train[0]), generator=generator)
             self._order = epoch, order.to(self.device)
         size = self.recipe.batch_size
@@ -204,7 +204,8 @@ class Run:
             means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # not self.random, which is for training
+        # Not self.random, which is for training: an evaluation does not change it, and all evaluations draw the same.
+        with Random(self.seed, self.device).use():
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         if self._competing:
             row |= _of_competitions(spans, len(self._competing))
