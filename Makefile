@@ -29,6 +29,8 @@ endif
 
 # With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
 quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# Tests start some 150 processes, each of which would compile this checkout's Python again.
+quick test: export PYTHONDONTWRITEBYTECODE =
 
 QUICK_FILES = machine/test_ptx_counters.py repo/test_contract.py repo/test_examples.py repo/test_import.py
 

@@ -249,11 +249,19 @@ def test_rows_of_multiples_of_16_bytes_are_read_so(target, dtype):
         assert relative_error(got.detach(), want.detach()) <= max(2 * torch.finfo(dtype).eps, 1e-6)
 
 
-def test_units():
+def test_sizes_are_passed_in_units_of_16_bytes():
     x = torch.zeros(1, dtype=torch.bfloat16)
-    for sizes, unit in (((1000, 48), 8), ((1000, 4), 1), ((48, 32), 1), ((8, 2**31), 1), ((8, 0), 8)):
-        assert _grouped_configs.unit_of(x, *sizes) == unit
-    assert _grouped_configs.unit_of(x.float(), 1000, 4) == 4
+    for sizes, passed, unit, whole in (
+        ((1000, 48), [125, 6], 8, 3), ((1000, 4), [125, 4], 8, 1), ((6, 32), [6, 4], 8, 2),
+        ((8, 0, 5), [1, 0, 5], 8, 3), ((32, 48, 0), [2, 3, 0], 16, 7), ((16, 2**31), [1, 2**31], 16, 1),
+    ):  # fmt: skip
+        assert _grouped_configs.in_units(x, *sizes) == (passed, {"UNIT": unit, "WHOLE": whole})
+    assert _grouped_configs.in_units(x.float(), 1000, 4, 2) == ([250, 1, 2], {"UNIT": 4, "WHOLE": 3})
+
+
+@pytest.mark.parametrize(("experts", "block"), [(0, 8), (1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])
+def test_few_experts_share_a_block(experts, block):
+    assert _grouped_configs.block_of(experts) == block
 
 
 @triton.jit

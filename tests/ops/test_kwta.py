@@ -88,11 +88,14 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
+        writes_mask = (n // 1000 + (dtype == torch.float32)) % 2  # of the two kernels that Triton would compile
         x = torch.stack([ROWS[kind](n) for kind in kinds]).to(dtype).to(target.device)
         for k in (n // 10,) if target.executed else (n // 10, n // 2, n - 1):
-            mask = mk.kwta_mask(x, k, backend="reference")
-            assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), mask)
-            assert same_bits(mk.kwta(x, k, backend=target.backend), mk.kwta(x, k, backend="reference"))
+            if not target.compiles or writes_mask:
+                expected = mk.kwta_mask(x, k, backend="reference")
+                assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected)
+            if not target.compiles or not writes_mask:
+                assert same_bits(mk.kwta(x, k, backend=target.backend), mk.kwta(x, k, backend="reference"))
 
 
 def test_a_thousand_rows_agree_between_cpu_and_cuda():

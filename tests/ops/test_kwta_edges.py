@@ -9,7 +9,7 @@ import torch
 
 import moe_kernels as mk
 from tests.helpers.kwta import DTYPES, TIES, same_bits
-from tests.helpers.kwta_edges import PLACES, ROWS, check, placed, rows_of
+from tests.helpers.kwta_edges import OUTPUTS, PLACES, ROWS, check, placed, rows_of
 from tests.helpers.targets import Target
 
 # Lengths of rows. A 16-byte vector has 4 elements of float32, 8 of a 16-bit dtype; a word of the packed mask has 32.
@@ -28,7 +28,8 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
             pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
         place_and_dtype = 2 * list(PLACES).index(place) + (dtype == torch.bfloat16)
         sizes = sizes[place_and_dtype::8] if sizes is SMALL else sizes[place_and_dtype // 2 :: 4]
-    for n in sizes:
+    for i, n in enumerate(sizes):
+        outputs = (OUTPUTS[(i + list(PLACES).index(place)) % 3],) if target.compiles else OUTPUTS
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
@@ -36,7 +37,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
             placed(part.to(dtype), *where).to(target.device) for part, where in zip(parts, PLACES[place], strict=True)
         )
         for k in {n // 3, n - 1}:
-            check(target, x, k, ties, values, grad)
+            check(target, x, k, ties, values, grad, outputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,8 +53,11 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
         if k > n // 2:
             expected[1::2, n // 2] = False
             expected[1::2, k] = True
-        assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected), k
-        assert torch.equal(mk.kwta_bits(x, k, backend=target.backend)[0], torch.where(expected, x, 0)), k
+        # Triton compiles a kernel for each: it writes bits of these rows, and masks of the others.
+        if not target.compiles or n in (29, 4095):
+            assert torch.equal(mk.kwta_bits(x, k, backend=target.backend)[0], torch.where(expected, x, 0)), k
+        if not target.compiles or n not in (29, 4095):
+            assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected), k
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

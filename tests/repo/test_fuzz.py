@@ -28,9 +28,9 @@ def fuzz(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_random_calls_agree_with_the_definition():
-    done = fuzz("--cases", "1500", "--minutes", "5", "--processes", "1", "--seed", "1")
+    done = fuzz("--cases", "800", "--minutes", "5", "--processes", "1", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1500 cases, 0 failures" in done.stdout, done.stdout
+    assert "800 cases, 0 failures" in done.stdout, done.stdout
     assert all(re.search(rf"\d {name}\b", done.stdout) for name in OPERATIONS), done.stdout
 
 

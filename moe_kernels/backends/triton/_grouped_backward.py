@@ -18,12 +18,13 @@ from moe_kernels.backends.triton._grouped_configs import (
     MAX_SORTED,
     Tiles,
     activation_of,
+    block_of,
     blocks,
+    in_units,
     operands,
     precision,
     row_tiles,
     run_with_tiles,
-    unit_of,
 )
 from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
@@ -33,6 +34,7 @@ from moe_kernels.backends.triton._grouped_tiles import (
     multiply_tile,
     product,
     raster,
+    scaled,
     split_columns,
     tile_rows,
 )
@@ -63,7 +65,7 @@ def _load_rows(
     return values
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit(do_not_specialize=["stride_x", "stride_grad", "E", "K", "N"])
 def _grouped_gemm_bwd_weight(
     x_ptr,  # (T or R, K)
     grad_ptr,  # (T or R, N)
@@ -73,14 +75,15 @@ def _grouped_gemm_bwd_weight(
     row_weight_ptr,  # (R), multiplies rows of grad in dbias only; not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
-    stride_x, stride_grad, E, K, N,  # strides, K and N in units of UNIT elements
-    UNIT: tl.constexpr, SORTED: tl.constexpr, GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    stride_x, stride_grad, E, K, N,  # strides, K and N as `scaled` takes them
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, SORTED: tl.constexpr, GATHER_X: tl.constexpr,
+    GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # columns of x
     BLOCK_N: tl.constexpr,  # columns of grad
     BLOCK_K: tl.constexpr,  # rows in a step
 ):  # fmt: skip
-    stride_x, stride_grad, K, N = stride_x * UNIT, stride_grad * UNIT, K * UNIT, N * UNIT
+    stride_x, stride_grad = scaled(stride_x, 0, UNIT, WHOLE), scaled(stride_grad, 1, UNIT, WHOLE)
+    K, N = scaled(K, 2, UNIT, WHOLE), scaled(N, 3, UNIT, WHOLE)
     # The grid has one dimension: the other two would be limited to 65535 programs.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
@@ -112,7 +115,7 @@ def _grouped_gemm_bwd_weight(
     tl.store(ptrs, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["E", "R"])
+@triton.jit(do_not_specialize=["stride_x", "stride_w_E", "stride_w", "E", "R", "K", "N"])
 def _expert_mlp_bwd_hidden(
     x,  # (T or R, K) dy, the gradient of the MLP's output y, or a descriptor of dy
     w,  # (E, K, N) w_out transposed, stored as (E, N, K) if TRANSPOSED; or its descriptor
@@ -124,12 +127,14 @@ def _expert_mlp_bwd_hidden(
     dpre_ptr,  # (R, N or 2 N) contiguous, receives the gradient of pre
     weighted_ptr,  # (R, N) contiguous, receives row_weight * h
     partial_ptr,  # (R, column tiles), receives parts of row_weight's gradient <h, dh> + <b_out, dy>; dh = dy w_out^T
-    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N in units of UNIT elements
-    UNIT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N as `scaled` takes them
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    stride_x, stride_w_E, stride_w, K, N = stride_x * UNIT, stride_w_E * UNIT, stride_w * UNIT, K * UNIT, N * UNIT
+    stride_x, stride_w_E = scaled(stride_x, 0, UNIT, WHOLE), scaled(stride_w_E, 1, UNIT, WHOLE)
+    stride_w, K, N = scaled(stride_w, 2, UNIT, WHOLE), scaled(K, 3, UNIT, WHOLE), scaled(N, 4, UNIT, WHOLE)
     column_tiles = tl.maximum(tl.cdiv(N, BLOCK_N), 1)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -200,16 +205,17 @@ def _finish_hidden(
     return partial
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["stride_grad", "stride_pre", "R", "N"])
 def _activation_bwd(
     grad_ptr,  # (R, N)
     pre_ptr,  # (R, N or 2 N)
     dpre_ptr,  # (R, N or 2 N) contiguous
-    stride_grad, stride_pre,  # in units of UNIT elements, as N
-    R, N,
-    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_grad, stride_pre, R, N,  # strides and N as `scaled` takes them
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    stride_grad, stride_pre, N = stride_grad * UNIT, stride_pre * UNIT, N * UNIT
+    stride_grad, stride_pre = scaled(stride_grad, 0, UNIT, WHOLE), scaled(stride_pre, 1, UNIT, WHOLE)
+    N = scaled(N, 2, UNIT, WHOLE)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = (row < R) & (n < N)
@@ -224,17 +230,16 @@ def _activation_bwd(
     tl.store(ptrs, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["stride_rows_R", "T", "D"])
 def _token_sums(
     rows_ptr,  # (R, D)
     by_token_ptr,  # (R): rows without a token, then the rows of token 0 in ascending order, those of token 1, ...
     token_offsets_ptr,  # (T + 1) into by_token
     out_ptr,  # (T, D) contiguous
-    stride_rows_R,  # in units of UNIT elements, as D
-    T, D,
-    UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_rows_R, T, D,  # stride and D as `scaled` takes them
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    stride_rows_R, D = stride_rows_R * UNIT, D * UNIT
+    stride_rows_R, D = scaled(stride_rows_R, 0, UNIT, WHOLE), scaled(D, 1, UNIT, WHOLE)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.load(token_offsets_ptr + token, mask=token < T, other=0)
@@ -270,9 +275,7 @@ def grouped_gemm_bwd_weight(
     if num_experts == 0 or columns == 0:
         return dweight, dbias
     num_rows = (x if x_token is None else x_token).shape[0]
-    sizes = (x.stride(0), grad.stride(0), dim, columns)
-    unit = unit_of(x, *sizes)
-    stride_x, stride_grad, units_k, units_n = (size // unit for size in sizes)
+    (stride_x, stride_grad, units_k, units_n), units = in_units(x, x.stride(0), grad.stride(0), dim, columns)
 
     def run(tiles):
         blocks_m = max(triton.cdiv(dim, tiles.m), 1)  # without columns of x the kernel still computes dbias
@@ -281,8 +284,8 @@ def grouped_gemm_bwd_weight(
             x, grad, expert_offsets if x_token is None else x_token,
             expert_offsets if grad_token is None else grad_token, expert_offsets,
             dweight if row_weight is None else row_weight, dweight, dbias,
-            stride_x, stride_grad, num_experts, units_k, units_n, UNIT=unit,
-            SORTED=triton.next_power_of_2(num_experts) if num_experts <= MAX_SORTED else 0,
+            stride_x, stride_grad, num_experts, units_k, units_n, **units,
+            SORTED=block_of(num_experts, 4) if num_experts <= MAX_SORTED else 0,  # 8 would take more barriers
             GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
             WEIGHTED=row_weight is not None,
             **precision(x), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
@@ -333,11 +336,11 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     if grad.numel():
         block = min(triton.next_power_of_2(columns), TILE)
         block_m = TILE // block
-        unit = unit_of(grad, grad.stride(0), pre.stride(0), columns)
+        (stride_grad, stride_pre, units_n), units = in_units(grad, grad.stride(0), pre.stride(0), columns)
         launch(
             _activation_bwd, (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block)),
-            grad, pre, dpre, grad.stride(0) // unit, pre.stride(0) // unit, num_rows, columns // unit, UNIT=unit,
-            **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
+            grad, pre, dpre, stride_grad, stride_pre, num_rows, units_n, **units, **activation_of(activation),
+            BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
     return dpre
 
@@ -353,9 +356,8 @@ def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> T
         token_offsets, by_token = rows_by_token(row_token, num_tokens)
         shape = tile(dim)
         grid = (triton.cdiv(num_tokens, shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
-        unit = unit_of(rows, rows.stride(0), dim)
+        (stride, units_d), units = in_units(rows, rows.stride(0), dim)
         launch(
-            _token_sums, grid, rows, by_token, token_offsets, out, rows.stride(0) // unit, num_tokens, dim // unit,
-            UNIT=unit, **shape,
+            _token_sums, grid, rows, by_token, token_offsets, out, stride, num_tokens, units_d, **units, **shape,
         )  # fmt: skip
     return out

@@ -174,7 +174,7 @@ def choose_tiles(
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     """Whether both tensors start at multiples of 16 bytes, and the width of x, columns and all strides other than 1 are
-    multiples of 16 bytes: with their unit (`unit_of`) Triton compiles vector loads."""
+    multiples of 16 bytes: of all of them (`in_units`) Triton compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     count = 16 // x.element_size()
     return not any(size % count for size in (x.shape[1], columns, *strides)) and all(
@@ -182,20 +182,28 @@ def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
     )
 
 
-def unit_of(x: Tensor, *sizes: int) -> int:
-    """The unit of these sizes and strides of a kernel: 16 bytes of x, in elements, where all are multiples of it.
+def in_units(x: Tensor, *sizes: int) -> tuple[list[int], dict[str, int]]:
+    """Sizes and strides for a kernel that does not specialize them, and its constants UNIT and WHOLE (see `scaled`).
 
-    1 where they are not, or are multiples of 16 elements, which Triton sees without a unit, or where one is 2^31 or
-    more: the kernel's product with the unit could overflow 32 bits.
+    UNIT is 16 elements if all sizes are multiples of it (a loop then needs fewer masks), else 16 bytes of x. Sizes that
+    are multiples of it become their number of units, and their bits of WHOLE, in order, are 1. A size of 2^31 or more
+    does not: the kernel's product could overflow 32 bits. Triton by itself compiles a kernel for each pattern of sizes
+    that are 1 or multiples of 16.
     """
-    count = 16 // x.element_size()
-    fits = all(size % count == 0 and size < 2**31 for size in sizes)
-    return count if fits and any(size % 16 for size in sizes) else 1
+    unit = 16 // x.element_size() if any(size % 16 for size in sizes) else 16
+    whole = [size % unit == 0 and size < 2**31 for size in sizes]
+    passed = [size // unit if each else size for size, each in zip(sizes, whole, strict=True)]
+    return passed, {"UNIT": unit, "WHOLE": sum(each << i for i, each in enumerate(whole))}
+
+
+def block_of(count: int, least: int = 8) -> int:
+    """The power of two, at least `least`, that covers so many experts or offsets: few experts share a compilation."""
+    return max(least, triton.next_power_of_2(count))
 
 
 def row_tiles(num_rows: int, num_experts: int, tiles: Tiles) -> int:
     """Row tiles of a launch, for any offsets: see _grouped_tiles.py."""
-    if triton.next_power_of_2(num_experts + 1) > MAX_BLOCK_E:
+    if block_of(num_experts + 1) > MAX_BLOCK_E:
         return num_rows // tiles.m + num_experts + 1
     return min(num_rows, num_rows // tiles.m + num_experts) + 1
 
@@ -238,14 +246,10 @@ def operands(x: Tensor, weight: Tensor, columns: int, gather: bool, tiles: Tiles
     stored = weight.transpose(1, 2) if transposed else weight
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
-    experts = triton.next_power_of_2(weight.shape[0] + 1)
-    sizes = {
-        "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1), "K": weight.shape[1],
-        "N": columns,
-    }  # fmt: skip
-    unit = unit_of(x, *sizes.values())
-    return precision(x, weight.shape[1]) | blocks(tiles) | {
-        **{name: size // unit for name, size in sizes.items()}, "UNIT": unit,
+    experts = block_of(weight.shape[0] + 1)
+    sizes, units = in_units(x, x.stride(0), stored.stride(0), stored.stride(1), weight.shape[1], columns)
+    return precision(x, weight.shape[1]) | blocks(tiles) | units | {
+        **dict(zip(("stride_x", "stride_w_E", "stride_w", "K", "N"), sizes, strict=True)),
         "x": rows, "w": w, "E": weight.shape[0], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0, "GATHER": gather,
         "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
     }  # fmt: skip

@@ -18,6 +18,12 @@ GROUP = tl.constexpr(8)  # row tiles that programs take before the next column t
 
 
 @triton.jit
+def scaled(size, which: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr):
+    """The size that a launch passed in units of UNIT elements, or in elements if its bit of WHOLE is 0 (`in_units`)."""
+    return size * UNIT if WHOLE >> which & 1 else size
+
+
+@triton.jit
 def find_tile(
     tile,
     expert_offsets_ptr,  # (E + 1)

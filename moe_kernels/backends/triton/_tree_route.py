@@ -51,7 +51,7 @@ def _logit(
     return logit.to(weight_ptr.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["E", "full", "deep"])
+@triton.jit(do_not_specialize=["x_stride", "P_units", "E", "full", "deep"])
 def _tree_route_fwd(
     x_ptr,  # (T, P), rows x_stride UNIT elements apart
     split_weight_ptr,  # (K, E - 1, P) contiguous

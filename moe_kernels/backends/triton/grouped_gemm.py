@@ -34,13 +34,14 @@ from moe_kernels.backends.triton._grouped_tiles import (
     find_tile,
     multiply_tile,
     raster,
+    scaled,
     split_columns,
     tile_rows,
 )
 from moe_kernels.sizes import sum_tiles
 
 
-@triton.jit(do_not_specialize=["E", "R"])
+@triton.jit(do_not_specialize=["stride_x", "stride_w_E", "stride_w", "E", "R", "K", "N"])
 def _grouped_gemm_fwd(
     x,  # (T or R, K), or its descriptor
     w,  # (E, K, M), or (E, M, K) if TRANSPOSED, where M = 2 N if GATED, else N; or its descriptor
@@ -49,13 +50,14 @@ def _grouped_gemm_fwd(
     expert_offsets_ptr,  # (E + 1)
     out_ptr,  # (R, N) contiguous; (R, column tiles) float32 sums of squares if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
-    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N in units of UNIT elements
-    UNIT: tl.constexpr, BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    stride_x, stride_w_E, stride_w, E, R, K, N,  # strides, K and N as `scaled` takes them
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    stride_x, stride_w_E, stride_w, K, N = stride_x * UNIT, stride_w_E * UNIT, stride_w * UNIT, K * UNIT, N * UNIT
+    stride_x, stride_w_E = scaled(stride_x, 0, UNIT, WHOLE), scaled(stride_w_E, 1, UNIT, WHOLE)
+    stride_w, K, N = scaled(stride_w, 2, UNIT, WHOLE), scaled(K, 3, UNIT, WHOLE), scaled(N, 4, UNIT, WHOLE)
     column_tiles = tl.cdiv(N, BLOCK_N)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
