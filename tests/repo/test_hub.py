@@ -69,6 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_library_loads_copies_beside_the_package_and_they_run_an_expert_mlp(project: Path) -> None:
     pytest.importorskip("kernels")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # the project is compared with its digests
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(project)], env=environment, capture_output=True, text=True, cwd=project
     )
