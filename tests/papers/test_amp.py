@@ -88,6 +88,16 @@ def test_gradients_are_clipped_without_the_scale():
     assert norms["float16"] == pytest.approx(0.5, rel=1e-3)
 
 
+def test_a_check_goes_on_with_the_scale_of_the_fast_backend():
+    fast, reference = of_comet("float16"), of_comet("float16")
+    after(fast, 1)
+    fast.step = 0
+    fast.scaler.update(2.0**40)  # the next step overflows, on this run alone
+    (step,) = agreement.check_agreement(fast, lambda: reference, 1).steps
+    assert not step.passed
+    assert reference.scaler.get_scale() == fast.scaler.get_scale() == 2.0**39
+
+
 def test_a_checkpoint_has_the_scale():
     run, again = of_comet("float16"), of_comet("float16")
     after(run, 3)

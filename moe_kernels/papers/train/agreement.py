@@ -211,11 +211,12 @@ def _take_step(run: Run) -> StepRecord:
 
 
 def _restore(run: Run, state: dict[str, Any]) -> None:
-    """Sets step, random state, weights and optimiser, also for steps after the run's last (Run.load_state raises)."""
+    """Sets step, random state, weights, optimiser and scale, also for steps after the last (Run.load_state raises)."""
     state = copy.deepcopy(state)
     run.step, run.random.state = state["step"], state["random"]
     run.task.model.load_state_dict(state["model"])
     run.task.optimiser.load_state_dict(state["optimiser"])
+    run.scaler.load_state_dict(state["scaler"])
 
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepRecord]:
