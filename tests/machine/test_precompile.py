@@ -44,6 +44,7 @@ def python(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize(
+    # other: launches that find nothing; None: the command finds all itself. One of the two a case, to save processes.
     ("op", "dtype", "capability", "other"),
     [
         ("dispatch", "float32", 80, None),
