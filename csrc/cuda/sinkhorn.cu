@@ -8,6 +8,7 @@
 // matrices that it leaves to the logarithmic kernel.
 #include "moe/cuda/launch.cuh"
 #include "ops.h"
+#include "sinkhorn_log.cuh"
 #include "sinkhorn_scaled.cuh"
 #include "sinkhorn_tile.cuh"
 
@@ -41,7 +42,7 @@ template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_kernel(Matrices scores,  // (B, n, n)
                     void* p,          // (B, n, n)
-                    bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
+                    bool vectorized, Temperatures cooling, Flags flags, int64_t batch, int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
-    Scaled<float, Team> s(team, tile, 1 / cooling(0));
+    Scaled<float, Team> s(team, tile, cooling.inverse_of_last);
     for (int64_t t = 0; t < cooling.iterations() && s.iterate(team);) t++;
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {
@@ -68,7 +69,7 @@ template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_log_kernel(Matrices scores,  // (B, n, n)
                         void* p,          // (B, n, n)
-                        bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+                        bool vectorized, Temperatures cooling, Flags flags, Sums all, int64_t batch, int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
@@ -92,74 +93,12 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
 }
 
 template <class Team>
-__device__ void log_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
-                             const History<Team>& history, const Cooling& cooling, const Sums& sums) {
-  Potentials<double, Team> s(sums);
-  int64_t iterations = 0;
-  while (iterations < cooling.iterations() && s.iterate(team, tile, cooling(iterations), iterations == 0)) {
-    history.put(iterations, 0, s.column_anchor), history.put(iterations, 1, s.column_log);
-    iterations++;
-  }
-  team.sync();
-  double ds[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {};
-  const double last_inv_tau = 1 / cooling(cooling.iterations() - 1);
-#pragma unroll
-  for (int a = 0; a < Team::kTileRows; a++) {
-    df[a] = 0;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      ds[a][b] = s.columns_normalised(tile[a][b], a, b, last_inv_tau) * grad[a][b];
-      df[a] -= ds[a][b], dg[b] -= ds[a][b];
-    }
-    df[a] = team.along_row(df[a], Add());
-  }
-  team.along_columns(dg, Add());
-  for (int64_t t = iterations - 1; t >= 0; t--) {
-    const double tau = cooling(t), inv_tau = 1 / tau, tau_ratio = tau * last_inv_tau;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      dg[b] = sums.per_column(dg[b], team.column + b);
-      if (team.row == 0) sums.subtract_column(team.column + b, dg[b] * tau_ratio);
-      s.column_anchor[b] = history.get(t, 0, b), s.column_log[b] = history.get(t, 1, b);
-      s.g[b] = t > 0 ? history.get(t - 1, 0, b) + cooling(t - 1) * history.get(t - 1, 1, b) : 0.0;
-    }
-    s.rows(team, tile, tau);
-    double next[Team::kTileColumns] = {};
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      double total = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) {
-        const double change = s.columns_normalised(tile[a][b], a, b, inv_tau) * dg[b];
-        ds[a][b] += change, total += change;
-      }
-      const double d = sums.per_row(df[a] - team.along_row(total, Add()), team.row + a);
-      if (team.column == 0) sums.subtract_row(team.row + a, d * tau_ratio);
-      df[a] = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) {
-        const double change = s.rows_normalised(tile[a][b], a, b, inv_tau) * d;
-        ds[a][b] += change, next[b] -= change;
-      }
-    }
-    team.along_columns(next, Add());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) dg[b] = next[b];
-  }
-#pragma unroll
-  for (int a = 0; a < Team::kTileRows; a++) {
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = static_cast<float>(ds[a][b] * last_inv_tau);
-  }
-}
-
-template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_bwd_kernel(Matrices grad,    // (B, n, n)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
                         double* history,  // (iterations, 2, B, n) or (iterations, 2, n, B): History
-                        bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
+                        bool vectorized, Temperatures cooling, Flags flags, int64_t batch, int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
   if (team.matrix >= batch) return;
@@ -183,7 +122,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                             Matrices scores,  // (B, n, n)
                             void* dscores,    // (B, n, n)
                             double* history,  // as above
-                            bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch,
+                            bool vectorized, Temperatures cooling, Flags flags, Sums all, int64_t batch,
                             int n) {
   __shared__ double exchange[Team::kExchange];
   Team team(exchange);
@@ -214,13 +153,13 @@ using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
 // The flags are behind `history_bytes` for each matrix.
-Flags flags_of(void* scratch, int64_t history_bytes, int64_t batch, const Cooling& cooling, const Sums& sums) {
-  const bool scaled = sums.rows == nullptr && cooling.constant();
+Flags flags_of(void* scratch, int64_t history_bytes, int64_t batch, const Temperatures& cooling, const Sums& sums) {
+  const bool scaled = sums.rows == nullptr && cooling.scalable();
   return {scaled ? reinterpret_cast<int*>(static_cast<char*>(scratch) + history_bytes * batch) : nullptr};
 }
 
 template <class Team>
-cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags,
+cudaError_t launch_resident(const Matrices& scores, void* p, const Temperatures& cooling, const Flags& flags,
                             const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectorized = scores.in_vectors(n) && is_aligned(p, 16);
   const int size = static_cast<int>(n);
@@ -235,8 +174,8 @@ cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cool
 
 template <class Team>
 cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* history,
-                                const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
-                                cudaStream_t stream) {
+                                const Temperatures& cooling, const Flags& flags, const Sums& sums, int64_t batch,
+                                int64_t n, cudaStream_t stream) {
   const bool vectorized = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   const int size = static_cast<int>(n);
   if (flags.each != nullptr) {
@@ -269,7 +208,7 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
   if (batch == 0 || n == 0) return cudaSuccess;
   if (!fits(scratch_stride)) return cudaErrorInvalidValue;
   const Matrices from{scores, stride_batch, stride_row, dtype};
-  const Cooling cooling(first_tau, last_tau, iterations);
+  const Temperatures cooling(first_tau, last_tau, iterations);
   Sums sums{};
   sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
   const auto resident = n <= Thread::kN      ? launch_resident<Thread>
@@ -289,7 +228,7 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   if (batch == 0 || n == 0) return cudaSuccess;
   if (!fits_bwd(scratch_stride, iterations, n)) return cudaErrorInvalidValue;
   const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
-  const Cooling cooling(first_tau, last_tau, iterations);
+  const Temperatures cooling(first_tau, last_tau, iterations);
   Sums sums{};
   sums.rows = rows, sums.columns = columns, sums.tolerance = tolerance;
   sums.drows = drows, sums.dcolumns = dcolumns;

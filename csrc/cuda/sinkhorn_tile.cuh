@@ -1,5 +1,5 @@
 // Sinkhorn's iteration on a matrix of scores S in registers, for sinkhorn.cu. The threads that hold a matrix are a
-// Team. Scaled (sinkhorn_scaled.cuh) and Potentials are the two forms of the iteration.
+// Team. Scaled (sinkhorn_scaled.cuh) and Potentials (sinkhorn_log.cuh) are the two forms of the iteration.
 #pragma once
 
 #include <cmath>
@@ -53,10 +53,18 @@ __device__ __forceinline__ void put(void* to, int dtype, int64_t at, float value
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double finite(double most) { return most > -1e300 ? most : 0.0; }
+__device__ __forceinline__ float finite(float most) { return most > -infinity() ? most : 0.0f; }
 
-// y = exp(x), computed in the type of y.
-__device__ __forceinline__ void exponential(double x, float& y) { y = expf(static_cast<float>(x)); }
-__device__ __forceinline__ void exponential(double x, double& y) { y = exp(x); }
+// Temperatures, and what every thread would otherwise compute from them in double.
+struct Temperatures : Cooling {
+  double inverse_of_last;
+
+  Temperatures(double first, double last, int64_t iterations)
+      : Cooling(first, last, iterations), inverse_of_last(1 / last) {}
+  // Whether exp((S - row maximum) / tau) can be computed once and scaled, with 1 / tau in float, and scores in double
+  // that are some 2^-127 where they are 0.
+  bool scalable() const { return constant() && inverse_of_last > 1e-20 && inverse_of_last < 1e20; }
+};
 
 // (B, n, n), last dimension contiguous; strides in elements.
 struct Matrices {
@@ -156,21 +164,19 @@ class Team {
 
   template <int COUNT, class T, class Combine, class Finish = Same>
   __device__ void along_columns(T (&values)[COUNT], Combine combine, Finish finish = {}) {
-#pragma unroll
-    for (int offset = COLUMNS; offset < (kWarps ? kWarpSize : kThreads); offset *= 2) {
-#pragma unroll
-      for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
-    }
     if constexpr (kWarps > 0) {
       // Each column is combined by one thread. Calls alternate between two sets of slots, so a call needs no third
       // barrier.
       static_assert(COUNT * COLUMNS <= kThreads && COUNT * COLUMNS <= kN);
       T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * (kWarps + 1) * kN);
       turn_ ^= 1;
-      const int mine = lane_ % COLUMNS * COUNT;
-      if (lane_ < COLUMNS) {
+      const int first = lane_ % COLUMNS * COUNT;
+      int mine = first;
+      constexpr int kRows = kWarpSize / COLUMNS, kKept = COUNT % kRows ? COUNT : COUNT / kRows;
+      within_warp<COUNT, COLUMNS, kKept>(values, mine, combine);
+      if (kKept < COUNT || lane_ < COLUMNS) {
 #pragma unroll
-        for (int b = 0; b < COUNT; b++) slots[(threadIdx.x / kWarpSize + 1) * kN + mine + b] = values[b];
+        for (int b = 0; b < kKept; b++) slots[(threadIdx.x / kWarpSize + 1) * kN + mine + b] = values[b];
       }
       __syncthreads();
       const int column = threadIdx.x;
@@ -181,8 +187,13 @@ class Team {
       }
       __syncthreads();
 #pragma unroll
-      for (int b = 0; b < COUNT; b++) values[b] = slots[mine + b];
+      for (int b = 0; b < COUNT; b++) values[b] = slots[first + b];
     } else {
+#pragma unroll
+      for (int offset = COLUMNS; offset < kThreads; offset *= 2) {
+#pragma unroll
+        for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
+      }
 #pragma unroll
       for (int b = 0; b < COUNT; b++) values[b] = finish(values[b]);
     }
@@ -277,7 +288,7 @@ class Team {
 
   // Broken if a score is NaN or +inf; else scaled if tau is constant and every row of S / tau has a range below
   // `limit`; else logarithmic. `range` receives the largest range.
-  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit, double& range) {
+  __device__ Form form(const Tile& scores, int n, const Temperatures& cooling, double limit, double& range) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and 1 if an element is NaN or +inf
 #pragma unroll
     for (int a = 0; a < TILE_ROWS; a++) {
@@ -296,11 +307,29 @@ class Team {
     maxima[1] = along_row(maxima[1], Max());
     along_columns(maxima, Max());
     if (maxima[1] > 0.0f) return Form::broken;
-    range = maxima[0] / cooling(0);
+    range = maxima[0] * cooling.inverse_of_last;
     return cooling.constant() && range < limit ? Form::scaled : Form::logarithmic;
   }
 
  private:
+  // Combines the values of the warp's threads in the same column, in steps. In each step a thread keeps half of its
+  // COUNT values, combined with those of the other thread, until it has KEPT, those from index `first` on; or all
+  // values, if KEPT is COUNT.
+  template <int COUNT, int OFFSET, int KEPT, class T, class Combine>
+  __device__ void within_warp(T* values, int& first, Combine combine) const {
+    if constexpr (OFFSET < kWarpSize) {
+      constexpr int kCount = KEPT < COUNT ? COUNT / 2 : COUNT;
+      const bool upper = kCount < COUNT && (lane_ & OFFSET);
+      if (upper) first += kCount;
+#pragma unroll
+      for (int b = 0; b < kCount; b++) {
+        const T other = __shfl_xor_sync(mask_, upper ? values[b] : values[COUNT - kCount + b], OFFSET);
+        values[b] = combine(upper ? values[kCount + b] : values[b], other);
+      }
+      within_warp<kCount, 2 * OFFSET, KEPT>(values, first, combine);
+    }
+  }
+
   // finish(the sum of each value) over the threads whose ranks differ in FIRST, SECOND and smaller bits of a row (SECOND
   // < COLUMNS) or in FIRST and SECOND alone. Each thread adds up one of the four values, so there are 5 to 8 additions
   // and shuffles of 3 values, where four sums over 16 threads take 16 of both.
@@ -370,123 +399,6 @@ class History {
   int64_t stride_;  // of elements if kFew, else of vectors
   const Team& team_;
   int n_;
-};
-
-// P = exp((S - f - g) / tau) with potentials in two parts: f = row_anchor + tau row_log, and g likewise. row_anchor is
-// the maximum of S - g over the row, row_log = log(sum of exp((S - g - row_anchor) / tau) / prescribed sum); both are 0
-// if all scores of the row are -inf. The parts are stored apart because 1 / tau would magnify the rounding error of
-// their sum.
-// T: the type of the exponentials, and of each thread's sums of them.
-template <class T, class Team>
-struct Potentials {
-  const Sums& sums;
-  double row_anchor[Team::kTileRows], row_log[Team::kTileRows], f[Team::kTileRows] = {};
-  double column_anchor[Team::kTileColumns] = {}, column_log[Team::kTileColumns] = {}, g[Team::kTileColumns] = {};
-
-  __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
-
-  // Does one iteration and returns true. But if the row sums before the call (in the first call also the column sums)
-  // are within a tolerance >= 0, returns false and keeps f, g and the parts of g. A row's sum before the call is its
-  // prescribed sum times exp((new f - old f) / tau).
-  __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
-    double before[Team::kTileRows];
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) before[a] = f[a];
-    rows(team, scores, tau);
-    if (sums.tolerance >= 0) {
-      double off = first ? columns_error(team, scores, tau) : 0.0;
-#pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++)
-        off = Max()(off, sums.row_error(exp((f[a] - before[a]) / tau), team.row + a));
-      if (team.largest(off) <= sums.tolerance) {
-#pragma unroll
-        for (int a = 0; a < Team::kTileRows; a++) f[a] = before[a];
-        return false;
-      }
-    }
-    columns(team, scores, tau);
-    return true;
-  }
-
-  __device__ void rows(Team& team, const typename Team::Tile& scores, double tau) {
-    const double inv_tau = 1 / tau;
-#pragma unroll
-    for (int a = 0; a < Team::kTileRows; a++) {
-      double most = scores[a][0] - g[0];
-#pragma unroll
-      for (int b = 1; b < Team::kTileColumns; b++) most = Max()(most, scores[a][b] - g[b]);
-      row_anchor[a] = finite(team.along_row(most, Max()));
-      T total = 0;
-#pragma unroll
-      for (int b = 0; b < Team::kTileColumns; b++) total += share(((scores[a][b] - g[b]) - row_anchor[a]) * inv_tau);
-      row_log[a] = log_of(sums.per_row(team.along_row(static_cast<double>(total), Add()), team.row + a));
-      f[a] = row_anchor[a] + tau * row_log[a];
-    }
-  }
-
-  __device__ void columns(Team& team, const typename Team::Tile& scores, double tau) {
-    const double inv_tau = 1 / tau;
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      column_anchor[b] = scores[0][b] - f[0];
-#pragma unroll
-      for (int a = 1; a < Team::kTileRows; a++) column_anchor[b] = Max()(column_anchor[b], scores[a][b] - f[a]);
-    }
-    team.along_columns(column_anchor, Max());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      column_anchor[b] = finite(column_anchor[b]);
-      T total = 0;
-#pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) total += share(((scores[a][b] - f[a]) - column_anchor[b]) * inv_tau);
-      column_log[b] = static_cast<double>(total);
-    }
-    team.along_columns(column_log, Add());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      column_log[b] = log_of(sums.per_column(column_log[b], team.column + b));
-      g[b] = column_anchor[b] + tau * column_log[b];
-    }
-  }
-
-  // rows_normalised: an element of P after rows(), with the g that rows() used. columns_normalised: after columns().
-  __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
-    return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
-  }
-  __device__ T columns_normalised(float score, int a, int b, double inv_tau) const {
-    return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
-  }
-
-  __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
-
- private:
-  // The largest error of the column sums of exp(scores / tau) over this thread's columns with a score above -inf.
-  __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
-    double total[Team::kTileColumns] = {}, off = 0;
-    float high[Team::kTileColumns];
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      high[b] = -infinity();
-#pragma unroll
-      for (int a = 0; a < Team::kTileRows; a++) {
-        high[b] = Max()(high[b], scores[a][b]);
-        total[b] += exp(scores[a][b] / tau);
-      }
-    }
-    team.along_columns(total, Add());
-    team.along_columns(high, Max());
-#pragma unroll
-    for (int b = 0; b < Team::kTileColumns; b++) {
-      if (high[b] > -infinity()) off = Max()(off, sums.column_error(total[b], team.column + b));
-    }
-    return off;
-  }
-
-  __device__ static T share(double x) {
-    T y;
-    exponential(x, y);
-    return y;
-  }
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Sinkhorn with prescribed sums of zero."""
+"""Sinkhorn with prescribed sums of zero, and at temperatures from 1e-30 to 1e30."""
 
 from __future__ import annotations
 
@@ -32,3 +32,18 @@ def test_sums_of_zero_give_zeros_and_finite_gradients(n, zero, tau):
         for sums, one, other in (rows, drows_got, drows), (columns, dcolumns_got, dcolumns):
             torch.testing.assert_close(one[sums > 0], other[sums > 0], rtol=1e-3, atol=1e-4)
             assert (one[sums == 0] == 0).all()
+
+
+@pytest.mark.parametrize("tau", [2.0**-100, 2.0**-60, 2.0**-20, 2.0**40, 2.0**70, 2.0**100])
+def test_scores_and_tau_of_another_scale(target, tau):
+    """P depends on scores / tau alone, also where a kernel must take logarithms because tau is too small or large."""
+    for n in (3, 12, 40) if not target.executed else (3, 12):
+        scores, grad = torch.randn(2, n, n, device=target.device), torch.randn(2, n, n, device=target.device)
+        scores[0, 0] = 0
+        results = []
+        for each in (1.0, tau):
+            leaf = (scores * each).requires_grad_()
+            p = mk.sinkhorn(leaf, 5, tau=each, backend=target.backend)
+            results.append((p, torch.autograd.grad(p, leaf, grad)[0].double() * each))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-7)

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_tiles import (
     begin,
+    bits_of,
     columns_of,
     fill_with_nan,
     full_vector,
@@ -36,8 +37,10 @@ from moe_kernels.backends.triton._sinkhorn_tiles import (
     of_iteration,
     read_tile,
     rows_of,
+    short_k,
     sum_columns,
     sum_rows,
+    to_double,
     v_before,
     write_tile,
 )
@@ -59,14 +62,13 @@ def scaled_fwd(
     stride_scores_B, stride_scores_I, n, iterations,
     N: tl.constexpr,
 ):  # fmt: skip
-    _span, scaled, broken = begin(
+    _span, scaled, broken, inv_tau = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, N, N
     )
     if broken:
         fill_with_nan(p_ptr, n, N, N)
     if scaled:
-        inv_tau = 1.0 / tl.load(taus_ptr)
-        k = tl.exp(log_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N).to(tl.float32))
+        k = short_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N)
         u = tl.zeros((N,), dtype=tl.float32)
         v = full_vector(1.0, tl.float32, N)
         t = 0
@@ -101,7 +103,8 @@ def small_change(left):
 @triton.jit
 def share(dg, t):
     """A bound on what t iterations add to an entry of tau dS, and on their errors in float32 times 2^22."""
-    return sum_columns(tl.abs(dg)) * t * (0.25 * t + 1.0)
+    steps = t.to(tl.float32)
+    return sum_columns(tl.abs(dg)) * (steps * (0.25 * steps + 1.0))
 
 
 @triton.jit
@@ -109,23 +112,27 @@ def _solve(history_ptr, k, tame, B, n, iterations, N: tl.constexpr):
     """Writes u and v of all iterations that change them. Returns the last of these, and its u and v."""
     u = tl.zeros((N,), dtype=tl.float64)
     v = full_vector(1.0, tl.float64, N)
-    change = full_vector(1.0, tl.float32, N)
+    before = full_vector(0.0, tl.float64, N)  # if this were v, Triton 3.9 would return it from the loop unchanged
     t = 0
-    while (t < iterations) & (largest_column(tl.abs(change)) > tl.where(tame, small_change(iterations - t), LAST_BIT)):
+    more = 1
+    while (t < iterations) & (more > 0):
+        before = v
         u = inverse_of(sum_rows(k * v[:, None, :]))
-        total = tl.sum(k * u[None, :, None], axis=1)
-        change = tl.where(total > 0, 1.0 - v * total, 0.0).to(tl.float32)
-        v = inverse_of(total)
+        v = inverse_of(tl.sum(k * u[None, :, None], axis=1))
         _store_vectors(history_ptr, t, u, v, B, n, N)
         t += 1
-    short_k = k.to(tl.float32)
-    short_u = u.to(tl.float32)
+        # In units of the last place v has changed by 2^52 times the relative change or up to twice that.
+        small = tl.where(tame, small_change(iterations - t) * 2.0**52, 0.0).to(tl.int64)
+        more = largest_column((tl.abs(bits_of(v) - bits_of(before)) > small).to(tl.int32))
     short_v = v.to(tl.float32)
-    while (t < iterations) & (largest_column(tl.abs(change)) > LAST_BIT):
-        row_change = -short_u * sum_rows(short_k * (short_v * change)[:, None, :])
-        u = tl.fma(u, row_change.to(tl.float64), u)
-        change = -short_v * tl.sum(short_k * (short_u * row_change)[None, :, None], axis=1)
-        v = tl.fma(v, change.to(tl.float64), v)
+    change = tl.where(short_v > 0, (v - before).to(tl.float32) / short_v, 0.0)
+    narrow_k = k.to(tl.float32)
+    short_u = u.to(tl.float32)
+    while (t < iterations) & tame & (largest_column(tl.abs(change)) > LAST_BIT):
+        row_change = -short_u * sum_rows(narrow_k * (short_v * change)[:, None, :])
+        u = tl.fma(u, to_double(row_change), u)
+        change = -short_v * tl.sum(narrow_k * (short_u * row_change)[None, :, None], axis=1)
+        v = tl.fma(v, to_double(change), v)
         _store_vectors(history_ptr, t, u, v, B, n, N)
         t += 1
     return t - 1, u, v
@@ -143,13 +150,12 @@ def scaled_bwd(
     stride_scores_B, stride_scores_I, B, n, iterations,
     N: tl.constexpr,
 ):  # fmt: skip
-    span, scaled, broken = begin(
+    span, scaled, broken, inv_tau = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, DOUBLE_RANGE, N, N
     )
     if broken:
         fill_with_nan(dscores_ptr, n, N, N)
     if scaled:
-        inv_tau = 1.0 / tl.load(taus_ptr)
         k = tl.exp(log_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N))
         tame = span < FLOAT_RANGE
         last, u, v = _solve(history_ptr, k, tame, B, n, iterations, N)
@@ -168,28 +174,33 @@ def scaled_bwd(
         t = iterations - 1
         # df is 0 after the last iteration. NaN is not at most `enough`.
         while (t >= 0) & (((left <= enough) == 0) | (t == iterations - 1)):
-            u = _load_u(history_ptr, tl.minimum(t, last), B, n, N)
             y = dg * v
-            v = v_before(history_ptr, t, last, B, n, N)
-            dx = u * (df - u * sum_rows(k * y[:, None, :]))
+            if t < last:
+                u = _load_u(history_ptr, t, B, n, N)
+            if t <= last:
+                v = v_before(history_ptr, t, B, n, N)
+            dx = u * tl.fma(-u, sum_rows(k * y[:, None, :]), df)
             h = tl.fma(u[None, :, None], y[:, None, :], tl.fma(dx[None, :, None], v[:, None, :], h))
             dg = -v * tl.sum(k * dx[None, :, None], axis=1)
             df = tl.zeros((N,), dtype=tl.float64)
             left = tl.where(tame, share(dg, t), sum_columns(tl.abs(dg)) * t)
             t -= 1
         if tame & (t >= 0):
-            short_k = k.to(tl.float32)
-            short_h = tl.zeros(short_k.shape, dtype=tl.float32)  # divided by `whole`
-            short_dg = tl.where(whole > 0, dg / whole, 0.0).to(tl.float32)
+            narrow_k = k.to(tl.float32)
+            short_h = tl.zeros(narrow_k.shape, dtype=tl.float32)  # divided by `whole`
+            short_dg = tl.where(whole > 0, dg * (1.0 / whole), 0.0).to(tl.float32)
+            short_u = u.to(tl.float32)
             short_v = v.to(tl.float32)
             while (t >= 0) & (sum_columns(tl.abs(short_dg)) * (t + 1) > NEGLIGIBLE):
-                short_u = _load_u(history_ptr, tl.minimum(t, last), B, n, N).to(tl.float32)
                 short_y = short_dg * short_v
-                short_v = v_before(history_ptr, t, last, B, n, N).to(tl.float32)
-                short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
+                if t < last:
+                    short_u = _load_u(history_ptr, t, B, n, N).to(tl.float32)
+                if t <= last:
+                    short_v = v_before(history_ptr, t, B, n, N).to(tl.float32)
+                short_dx = -short_u * (short_u * sum_rows(narrow_k * short_y[:, None, :]))
                 short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
                 short_h = tl.fma(short_u[None, :, None], short_y[:, None, :], short_h)
-                short_dg = -short_v * tl.sum(short_k * short_dx[None, :, None], axis=1)
+                short_dg = -short_v * tl.sum(narrow_k * short_dx[None, :, None], axis=1)
                 t -= 1
-            h = tl.fma(short_h.to(tl.float64), whole, h)
+            h = tl.fma(to_double(short_h), whole, h)
         write_tile(dscores_ptr, k * h * inv_tau, 0, n, N, N)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_scaled import DOUBLE_RANGE, FLOAT_RANGE
-from moe_kernels.backends.triton._sinkhorn_tiles import inverse_of
+from moe_kernels.backends.triton._sinkhorn_tiles import exponential, inverse_of, limit_for
 
 
 @triton.jit
@@ -56,7 +56,8 @@ def _any(x):
 
 @triton.jit
 def _begin(scores_ptr, stride_B, stride_I, one, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr):
-    """(which matrices are scaled, which hold NaN or +inf, log(k), 1 / tau). Writes the flags."""
+    """(which matrices are scaled, which hold NaN or +inf, the scores of those that are scaled, else -inf, the rows'
+    maxima, 1 / tau). Writes the flags."""
     ptrs, inside = _tile(scores_ptr, stride_B, stride_I, one, B, n, M, N)
     s = tl.load(ptrs, mask=inside, other=-float("inf")).to(tl.float32)
     broken = _any((s < float("inf")) == 0)
@@ -66,12 +67,11 @@ def _begin(scores_ptr, stride_B, stride_I, one, taus_ptr, slow_ptr, B, n, limit,
     span = tl.where(low > -float("inf"), largest - low, float("inf"))
     span = tl.where((tl.arange(0, N) < n)[:, None], span, 0.0)
     inv_tau = 1.0 / tl.load(taus_ptr)
-    scaled = (tl.max(span, axis=0).to(tl.float64) * inv_tau < limit) & (broken == 0)
+    scaled = (tl.max(span, axis=0).to(tl.float64) * inv_tau < limit_for(inv_tau, limit)) & (broken == 0)
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     tl.store(slow_ptr + matrix, (scaled | broken).to(tl.int32) ^ 1, mask=matrix < B)
     largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
-    x = (s.to(tl.float64) - largest.to(tl.float64)[:, None, :]) * inv_tau
-    return scaled, broken, tl.where(scaled[None, None, :], x, -float("inf")), inv_tau
+    return scaled, broken, tl.where(scaled[None, None, :], s, -float("inf")), largest[:, None, :], inv_tau
 
 
 @triton.jit
@@ -90,10 +90,10 @@ def scaled_few_fwd(
     stride_scores_B, stride_scores_I, one, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    scaled, broken, x, _ = _begin(
+    scaled, broken, s, largest, inv_tau = _begin(
         scores_ptr, stride_scores_B, stride_scores_I, one, taus_ptr, slow_ptr, B, n, FLOAT_RANGE, M, N
     )
-    k = tl.exp(x.to(tl.float32))
+    k = exponential(s - largest, inv_tau)
     u = tl.zeros((N, M), dtype=tl.float32)
     v = tl.full((N, M), 1.0, dtype=tl.float32)
     for _ in range(iterations * tl.max(scaled.to(tl.int32), axis=0)):
@@ -115,10 +115,10 @@ def scaled_few_bwd(
     stride_scores_B, stride_scores_I, one, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    scaled, broken, x, inv_tau = _begin(
+    scaled, broken, s, largest, inv_tau = _begin(
         scores_ptr, stride_scores_B, stride_scores_I, one, taus_ptr, slow_ptr, B, n, DOUBLE_RANGE, M, N
     )
-    k = tl.exp(x)
+    k = tl.exp((s.to(tl.float64) - largest.to(tl.float64)) * inv_tau)
     u = tl.zeros((N, M), dtype=tl.float64)
     v = tl.full((N, M), 1.0, dtype=tl.float64)
     steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
@@ -137,7 +137,7 @@ def scaled_few_bwd(
         u = _load_vector(history_ptr, t, 0, B, n, M, N)
         y = dg * v
         v = _load_vector(history_ptr, t - 1, 1, B, n, M, N)
-        dx = u * (df - u * tl.sum(k * y[None, :, :], axis=1))
+        dx = u * tl.fma(-u, tl.sum(k * y[None, :, :], axis=1), df)
         h = tl.fma(u[:, None, :], y[None, :, :], tl.fma(dx[:, None, :], v[None, :, :], h))
         dg = -v * tl.sum(k * dx[:, None, :], axis=0)
         df = tl.zeros((N, M), dtype=tl.float64)

@@ -27,6 +27,7 @@ from moe_kernels.backends.triton._sinkhorn_tiles import (
     read_tile,
     rows_of,
     scratch_tile,
+    short_k,
     sum_columns,
     sum_rows,
     v_before,
@@ -45,16 +46,15 @@ def scaled_streamed_fwd(
     stride_scores_B, stride_scores_I, n, iterations,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    _span, scaled, broken = begin(
+    _span, scaled, broken, inv_tau = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, ROWS, N
     )
     if broken:
         fill_with_nan(p_ptr, n, ROWS, N)
     if scaled:
-        inv_tau = 1.0 / tl.load(taus_ptr)
         for first in range(0, n, ROWS):
-            x = log_k(scores_ptr, stride_scores_B, stride_scores_I, first, n, inv_tau, ROWS, N)
-            write_tile(k_ptr, tl.exp(x.to(tl.float32)), first, n, ROWS, N)
+            k = short_k(scores_ptr, stride_scores_B, stride_scores_I, first, n, inv_tau, ROWS, N)
+            write_tile(k_ptr, k, first, n, ROWS, N)
         v = full_vector(1.0, tl.float32, N)
         t = 0
         while t < iterations:
@@ -107,13 +107,13 @@ def _solve(history_ptr, k_ptr, short_ptr, B, n, iterations, ROWS: tl.constexpr, 
         short_columns = full_tile(0.0, tl.float32, ROWS, N)
         for first in range(0, n, ROWS):
             ptrs, inside = scratch_tile(short_ptr, first, n, ROWS, N)
-            short_k = tl.load(ptrs, mask=inside, other=0.0)
+            narrow_k = tl.load(ptrs, mask=inside, other=0.0)
             u_ptrs, i_inside = rows_of(of_iteration(history_ptr, t - 1, 0, B, n), first, n, ROWS)
             u = tl.load(u_ptrs, mask=i_inside, other=0.0)
             short_u = u.to(tl.float32)
-            row_change = -short_u * sum_rows(short_k * y[:, None, :])
+            row_change = -short_u * sum_rows(narrow_k * y[:, None, :])
             tl.store(u_ptrs + 2 * B * n, tl.fma(u, row_change.to(tl.float64), u), mask=i_inside)
-            short_columns = tl.fma(short_k, (short_u * row_change)[None, :, None], short_columns)
+            short_columns = tl.fma(narrow_k, (short_u * row_change)[None, :, None], short_columns)
         change = -v.to(tl.float32) * tl.sum(short_columns, axis=1)
         v = tl.fma(v, change.to(tl.float64), v)
         v_ptrs, j_inside = columns_of(of_iteration(history_ptr, t, 1, B, n), n, N)
@@ -138,13 +138,12 @@ def scaled_streamed_bwd(
     stride_scores_B, stride_scores_I, B, n, iterations,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    _span, scaled, broken = begin(
+    _span, scaled, broken, inv_tau = begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, n, FLOAT_RANGE, ROWS, N
     )
     if broken:
         fill_with_nan(dscores_ptr, n, ROWS, N)
     if scaled:
-        inv_tau = 1.0 / tl.load(taus_ptr)
         for first in range(0, n, ROWS):
             k = tl.exp(log_k(scores_ptr, stride_scores_B, stride_scores_I, first, n, inv_tau, ROWS, N))
             ptrs, inside = scratch_tile(k_ptr, first, n, ROWS, N)
@@ -173,7 +172,7 @@ def scaled_streamed_bwd(
         while (t >= 0) & (((left <= SMALL_SHARE * whole) == 0) | (t == iterations - 1)):
             tl.debug_barrier()  # threads read h that other threads have stored
             y = dg * v
-            v = v_before(history_ptr, t, last, B, n, N)
+            v = v_before(history_ptr, tl.minimum(t, last + 1), B, n, N)
             columns = full_tile(0.0, tl.float64, ROWS, N)
             for first in range(0, n, ROWS):
                 ptrs, inside = scratch_tile(k_ptr, first, n, ROWS, N)
@@ -198,22 +197,22 @@ def scaled_streamed_bwd(
         while (t >= 0) & (sum_columns(tl.abs(short_dg)) * (t + 1) > NEGLIGIBLE):
             tl.debug_barrier()
             short_y = short_dg * short_v
-            short_v = v_before(history_ptr, t, last, B, n, N).to(tl.float32)
+            short_v = v_before(history_ptr, tl.minimum(t, last + 1), B, n, N).to(tl.float32)
             short_columns = full_tile(0.0, tl.float32, ROWS, N)
             for first in range(0, n, ROWS):
                 ptrs, inside = scratch_tile(short_k_ptr, first, n, ROWS, N)
-                short_k = tl.load(ptrs, mask=inside, other=0.0)
+                narrow_k = tl.load(ptrs, mask=inside, other=0.0)
                 ptrs, inside = scratch_tile(short_h_ptr, first, n, ROWS, N)
                 short_h = tl.load(
                     ptrs, mask=inside & (t - first_short + tl.zeros(inside.shape, dtype=tl.int32) < 0), other=0.0
                 )
                 u_ptrs, i_inside = rows_of(of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS)
                 short_u = tl.load(u_ptrs, mask=i_inside, other=0.0).to(tl.float32)
-                short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
+                short_dx = -short_u * (short_u * sum_rows(narrow_k * short_y[:, None, :]))
                 short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
                 short_h = tl.fma(short_u[None, :, None], short_y[:, None, :], short_h)
                 tl.store(ptrs, short_h, mask=inside)
-                short_columns = tl.fma(short_k, short_dx[None, :, None], short_columns)
+                short_columns = tl.fma(narrow_k, short_dx[None, :, None], short_columns)
             short_dg = -short_v * tl.sum(short_columns, axis=1)
             t -= 1
         tl.debug_barrier()

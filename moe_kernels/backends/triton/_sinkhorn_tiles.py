@@ -7,9 +7,13 @@ thread has rows and columns of the matrix, both sums need as many.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
+SMALLEST = tl.constexpr(1e-30)  # 1 / tau of matrices that are scaled is between this and its inverse
+LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
 
@@ -104,9 +108,15 @@ def largest_column(x):
 
 
 @triton.jit
+def limit_for(inv_tau, limit):
+    """`limit` of the range of a row of scores / tau; 0 for 1 / tau that is too small or large for float32."""
+    return tl.where((inv_tau > SMALLEST) & (inv_tau < 1.0 / SMALLEST), limit, 0.0)
+
+
+@triton.jit
 def begin(scores_ptr, stride_B, stride_I, taus_ptr, slow_ptr, n, limit, ROWS: tl.constexpr, N: tl.constexpr):
     """(the largest range of a row of scores / tau, whether that is below `limit` and the matrix is scaled, whether it
-    holds NaN or +inf). Writes the matrix's flag."""
+    holds NaN or +inf, 1 / tau). Writes the matrix's flag."""
     span = tl.zeros((ROWS,), dtype=tl.float32)
     bad = tl.zeros((ROWS,), dtype=tl.int32)
     for first in range(0, n, ROWS):
@@ -117,10 +127,11 @@ def begin(scores_ptr, stride_B, stride_I, taus_ptr, slow_ptr, n, limit, ROWS: tl
         row = tl.where(negated_low < float("inf"), largest_of_rows(s) + negated_low, float("inf"))
         span = tl.maximum(span, tl.where(first + tl.arange(0, ROWS) < n, row, 0.0))
     broken = tl.max(bad, axis=0) > 0
-    largest = tl.max(span, axis=0).to(tl.float64) / tl.load(taus_ptr)
-    scaled = (largest < limit) & (broken == 0)
+    inv_tau = 1.0 / tl.load(taus_ptr)
+    largest = tl.max(span, axis=0).to(tl.float64) * inv_tau
+    scaled = (largest < limit_for(inv_tau, limit)) & (broken == 0)
     tl.store(slow_ptr + tl.program_id(0), (scaled | broken).to(tl.int32) ^ 1)
-    return largest, scaled, broken
+    return largest, scaled, broken, inv_tau
 
 
 @triton.jit
@@ -139,18 +150,59 @@ def log_k(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr,
 
 
 @triton.jit
-def v_before(history_ptr, t, last, B, n, N: tl.constexpr):
-    """v before iteration t, where later iterations than `last` have the same v; 1 before the first iteration."""
-    before = tl.maximum(tl.minimum(t - 1, last), 0)
-    ptrs, inside = columns_of(of_iteration(history_ptr, before, 1, B, n), n, N)
+def exponential(below, inv_tau):
+    """exp(below / tau) in float32 for float32 <= 0, with one conversion, of 1 / tau: many GPUs do 1 / 64 as much of
+    float64. log2(e) / tau is high + low, and `rest` is what x lacks."""
+    scale = inv_tau * LOG2_E
+    high = scale.to(tl.float32)
+    low = (scale - high.to(tl.float64)).to(tl.float32)
+    x = below * high
+    rest = tl.maximum(tl.fma(below, low, tl.fma(below, high, -x)) * LN_2, -1.0)  # NaN if x is -inf: then -1
+    y = tl.exp2(x)
+    return tl.fma(y, rest, y)
+
+
+@triton.jit
+def short_k(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr, N: tl.constexpr):
+    """k of ROWS rows, in float32."""
+    s = read_tile(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
+    largest = largest_of_rows(s)
+    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
+    return exponential(s - largest[None, :, None], inv_tau)
+
+
+@triton.jit
+def v_before(history_ptr, t, B, n, N: tl.constexpr):
+    """v before iteration t; 1 before the first iteration."""
+    ptrs, inside = columns_of(of_iteration(history_ptr, tl.maximum(t - 1, 0), 1, B, n), n, N)
     later = inside & (t + tl.zeros(inside.shape, dtype=tl.int32) > 0)
     return tl.load(ptrs, mask=later, other=1.0)
 
 
 @triton.jit
+def bits_of(x):
+    """x (float64) as int64: for x >= 0, numbers of units of the last place."""
+    return x.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def is_positive(x):
+    """Whether x > 0 and normal, for x >= 0; float64 in integer instructions, as its pipe is slow in many GPUs."""
+    return bits_of(x) >= 2**52 if x.dtype == tl.float64 else x > 0
+
+
+@triton.jit
+def to_double(x):
+    """x (float32) as float64, in integer instructions: a conversion takes as long as two additions of float64. Some
+    2^-127 if x is subnormal or zero."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64) << 29  # sign extended: bits 60 to 63 are the sign
+    return ((bits & -0x7000000000000001) + (896 << 52)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def inverse_of(total):
     """1 / total, or 0 for 0; in float64 for normal numbers, with an error of about a unit in the last place."""
-    some = total > 0
+    some = is_positive(total)
     safe = tl.where(some, total, 1.0)
     if COMPILED and total.dtype == tl.float64:
         # The estimate y has a relative error of some 2^-20, so y (1 + e + e^2), e = 1 - total y, has one of some 2^-60.
