@@ -84,7 +84,9 @@ template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
 
-  __device__ explicit Scaled(const Scaled<double, Team>& other) {
+  template <class Wide>
+  __device__ explicit Scaled(const Scaled<Wide, Team>& other) {
+    static_assert(sizeof(T) < sizeof(Wide));
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) v[b] = converted(other.v[b]);
 #pragma unroll

@@ -32,12 +32,12 @@ from moe_kernels.backends.triton._sinkhorn_tiles import (
     fill_with_nan,
     full_vector,
     inverse_of,
+    k_in_float32,
     largest_column,
     log_k,
     of_iteration,
     read_tile,
     rows_of,
-    short_k,
     sum_columns,
     sum_rows,
     to_double,
@@ -68,7 +68,7 @@ def scaled_fwd(
     if broken:
         fill_with_nan(p_ptr, n, N, N)
     if scaled:
-        k = short_k(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N)
+        k = k_in_float32(scores_ptr, stride_scores_B, stride_scores_I, 0, n, inv_tau, N, N)
         u = tl.zeros((N,), dtype=tl.float32)
         v = full_vector(1.0, tl.float32, N)
         t = 0
@@ -126,12 +126,12 @@ def _solve(history_ptr, k, tame, B, n, iterations, N: tl.constexpr):
         more = largest_column((tl.abs(bits_of(v) - bits_of(before)) > small).to(tl.int32))
     short_v = v.to(tl.float32)
     change = tl.where(short_v > 0, (v - before).to(tl.float32) / short_v, 0.0)
-    narrow_k = k.to(tl.float32)
+    short_k = k.to(tl.float32)
     short_u = u.to(tl.float32)
     while (t < iterations) & tame & (largest_column(tl.abs(change)) > LAST_BIT):
-        row_change = -short_u * sum_rows(narrow_k * (short_v * change)[:, None, :])
+        row_change = -short_u * sum_rows(short_k * (short_v * change)[:, None, :])
         u = tl.fma(u, to_double(row_change), u)
-        change = -short_v * tl.sum(narrow_k * (short_u * row_change)[None, :, None], axis=1)
+        change = -short_v * tl.sum(short_k * (short_u * row_change)[None, :, None], axis=1)
         v = tl.fma(v, to_double(change), v)
         _store_vectors(history_ptr, t, u, v, B, n, N)
         t += 1
@@ -186,8 +186,8 @@ def scaled_bwd(
             left = tl.where(tame, share(dg, t), sum_columns(tl.abs(dg)) * t)
             t -= 1
         if tame & (t >= 0):
-            narrow_k = k.to(tl.float32)
-            short_h = tl.zeros(narrow_k.shape, dtype=tl.float32)  # divided by `whole`
+            short_k = k.to(tl.float32)
+            short_h = tl.zeros(short_k.shape, dtype=tl.float32)  # divided by `whole`
             short_dg = tl.where(whole > 0, dg * (1.0 / whole), 0.0).to(tl.float32)
             short_u = u.to(tl.float32)
             short_v = v.to(tl.float32)
@@ -197,10 +197,10 @@ def scaled_bwd(
                     short_u = _load_u(history_ptr, t, B, n, N).to(tl.float32)
                 if t <= last:
                     short_v = v_before(history_ptr, t, B, n, N).to(tl.float32)
-                short_dx = -short_u * (short_u * sum_rows(narrow_k * short_y[:, None, :]))
+                short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
                 short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
                 short_h = tl.fma(short_u[None, :, None], short_y[:, None, :], short_h)
-                short_dg = -short_v * tl.sum(narrow_k * short_dx[None, :, None], axis=1)
+                short_dg = -short_v * tl.sum(short_k * short_dx[None, :, None], axis=1)
                 t -= 1
             h = tl.fma(to_double(short_h), whole, h)
         write_tile(dscores_ptr, k * h * inv_tau, 0, n, N, N)

@@ -21,13 +21,13 @@ from moe_kernels.backends.triton._sinkhorn_tiles import (
     full_tile,
     full_vector,
     inverse_of,
+    k_in_float32,
     largest_column,
     log_k,
     of_iteration,
     read_tile,
     rows_of,
     scratch_tile,
-    short_k,
     sum_columns,
     sum_rows,
     v_before,
@@ -53,7 +53,7 @@ def scaled_streamed_fwd(
         fill_with_nan(p_ptr, n, ROWS, N)
     if scaled:
         for first in range(0, n, ROWS):
-            k = short_k(scores_ptr, stride_scores_B, stride_scores_I, first, n, inv_tau, ROWS, N)
+            k = k_in_float32(scores_ptr, stride_scores_B, stride_scores_I, first, n, inv_tau, ROWS, N)
             write_tile(k_ptr, k, first, n, ROWS, N)
         v = full_vector(1.0, tl.float32, N)
         t = 0
@@ -107,13 +107,13 @@ def _solve(history_ptr, k_ptr, short_ptr, B, n, iterations, ROWS: tl.constexpr, 
         short_columns = full_tile(0.0, tl.float32, ROWS, N)
         for first in range(0, n, ROWS):
             ptrs, inside = scratch_tile(short_ptr, first, n, ROWS, N)
-            narrow_k = tl.load(ptrs, mask=inside, other=0.0)
+            short_k = tl.load(ptrs, mask=inside, other=0.0)
             u_ptrs, i_inside = rows_of(of_iteration(history_ptr, t - 1, 0, B, n), first, n, ROWS)
             u = tl.load(u_ptrs, mask=i_inside, other=0.0)
             short_u = u.to(tl.float32)
-            row_change = -short_u * sum_rows(narrow_k * y[:, None, :])
+            row_change = -short_u * sum_rows(short_k * y[:, None, :])
             tl.store(u_ptrs + 2 * B * n, tl.fma(u, row_change.to(tl.float64), u), mask=i_inside)
-            short_columns = tl.fma(narrow_k, (short_u * row_change)[None, :, None], short_columns)
+            short_columns = tl.fma(short_k, (short_u * row_change)[None, :, None], short_columns)
         change = -v.to(tl.float32) * tl.sum(short_columns, axis=1)
         v = tl.fma(v, change.to(tl.float64), v)
         v_ptrs, j_inside = columns_of(of_iteration(history_ptr, t, 1, B, n), n, N)
@@ -201,18 +201,18 @@ def scaled_streamed_bwd(
             short_columns = full_tile(0.0, tl.float32, ROWS, N)
             for first in range(0, n, ROWS):
                 ptrs, inside = scratch_tile(short_k_ptr, first, n, ROWS, N)
-                narrow_k = tl.load(ptrs, mask=inside, other=0.0)
+                short_k = tl.load(ptrs, mask=inside, other=0.0)
                 ptrs, inside = scratch_tile(short_h_ptr, first, n, ROWS, N)
                 short_h = tl.load(
                     ptrs, mask=inside & (t - first_short + tl.zeros(inside.shape, dtype=tl.int32) < 0), other=0.0
                 )
                 u_ptrs, i_inside = rows_of(of_iteration(history_ptr, tl.minimum(t, last), 0, B, n), first, n, ROWS)
                 short_u = tl.load(u_ptrs, mask=i_inside, other=0.0).to(tl.float32)
-                short_dx = -short_u * (short_u * sum_rows(narrow_k * short_y[:, None, :]))
+                short_dx = -short_u * (short_u * sum_rows(short_k * short_y[:, None, :]))
                 short_h = tl.fma(short_dx[None, :, None], short_v[:, None, :], short_h)
                 short_h = tl.fma(short_u[None, :, None], short_y[:, None, :], short_h)
                 tl.store(ptrs, short_h, mask=inside)
-                short_columns = tl.fma(narrow_k, short_dx[None, :, None], short_columns)
+                short_columns = tl.fma(short_k, short_dx[None, :, None], short_columns)
             short_dg = -short_v * tl.sum(short_columns, axis=1)
             t -= 1
         tl.debug_barrier()

@@ -163,7 +163,7 @@ def exponential(below, inv_tau):
 
 
 @triton.jit
-def short_k(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr, N: tl.constexpr):
+def k_in_float32(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr, N: tl.constexpr):
     """k of ROWS rows, in float32."""
     s = read_tile(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
     largest = largest_of_rows(s)
