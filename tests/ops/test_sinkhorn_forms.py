@@ -39,23 +39,26 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
     tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
     assert len(tame[0]) == len(tame[1]) == 2, "expected forward and backward kernels, with and without logarithms"
     assert 20 * sum(tame[1].values()) < sum(tame[0].values())
-    if not (n == 4 and backend == "triton" and triton_launch.release() == (3, 6)):
-        assert 5 * sum(wild[0].values()) < sum(wild[1].values())
+    assert 5 * sum(wild[0].values()) < sum(wild[1].values())
 
 
-@pytest.mark.parametrize("shape", ["B=128 n=4 R=20", "B=4 n=16 R=50", "B=1 n=64 R=50", "B=1 n=256 R=20"])
+@pytest.mark.parametrize(
+    "shape", ["B=128 n=4", "B=32 n=8", "B=4 n=16 R=50", "B=4 n=17 R=50", "B=1 n=50 R=50", "B=1 n=64 R=50", "B=1 n=256"]
+)
 def test_few_instructions_of_an_element_and_iteration(backend, shape):
     """Of forward and backward at tau = 1. Few of them are in float64, whose rate is low on many GPUs."""
     if backend == "cuda" and "n=256" in shape:
         pytest.skip("CUDA takes n up to 64")
+    shape += "" if "R=" in shape else " R=20"
     results, sizes, _ = call("sinkhorn", backend, "fp32", shape + " tau=1.0", "training")
     counts = [counters.count(each)["instructions"] for each in results]
     work = sizes["B"] * sizes["n"] ** 2 * sizes["R"]
-    n, limits = sizes["n"], {4: (60, 16), 16: (60, 7.5), 64: (60, 4.2), 256: (60, 5)}
+    n = sizes["n"]
+    limits = {4: (30, 12.5), 8: (60, 18), 16: (23, 3.8), 17: (62, 11), 50: (30, 4.3), 64: (16, 2.4), 256: (60, 5)}
     if backend == "cuda":
-        limits |= {16: (60, 5), 64: (60, 3.2)}
-    if backend == "triton" and triton_launch.release() == (3, 6):  # small matrices: see _sinkhorn_scaled_few.py
-        limits |= {4: (140, 30), 256: (60, 7)}
+        limits |= {4: (30, 16), 16: (23, 5), 17: (70, 16), 50: (30, 6), 64: (16, 3.2)}
+    if backend == "triton" and triton_launch.release() == (3, 6):
+        limits |= {256: (60, 7)}
     assert sum(sum(each.values()) for each in counts) <= limits[n][0] * work
     assert sum(each.get("double", 0) for each in counts) <= limits[n][1] * work
 

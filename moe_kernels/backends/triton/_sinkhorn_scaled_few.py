@@ -1,8 +1,11 @@
-"""The kernels of _sinkhorn_scaled.py for n <= 8: a program has M matrices, a thread a matrix or some of its columns.
+# ruff: noqa: RUF005 (Triton's language has no (*x, y), so tuples grow as x = x + (y,))
+# mypy: disable-error-code="assignment"
+"""The kernels of _sinkhorn_scaled.py for n <= 8: a thread has a whole matrix up to n = 4, above it 2 of 8 columns.
 
-Matrices are the last dimension of a tile, (N, N, M), so that sums of rows and columns need no shuffles. Triton keeps
-neighbouring elements in one thread where it knows that a stride is 1, so the kernels get this stride as a variable.
-Triton 3.6 then gives each element of a matrix a thread, and takes four times as many instructions for n = 4.
+A program has M matrices, in tuples of tensors (M, LANES): one element of each tensor for each thread. So no layout that
+a release of Triton may choose decides what a thread has, and products are added fused, which Triton's sums are not.
+Thread (m, l) has columns l, l + LANES, ... of matrix m, C = N / LANES of them. Element (i, c) of a tuple of elements is
+x[i * C + c]; other tuples have an entry for each row or each of these columns.
 Neither kernel stops early, and backward is in float64 throughout: so few columns converge slowly.
 """
 
@@ -12,135 +15,255 @@ import triton
 import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_scaled import DOUBLE_RANGE, FLOAT_RANGE
-from moe_kernels.backends.triton._sinkhorn_tiles import exponential, inverse_of, limit_for
+from moe_kernels.backends.triton._sinkhorn_tiles import exponential, inverse_of, limit_for, to_double
 
 
 @triton.jit
-def _tile(ptr, stride_B, stride_I, one, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Pointers (N, N, M) to the program's matrices, and their mask."""
-    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    i = tl.arange(0, N)
-    inside = (matrix < B)[None, None, :] & (i < n)[:, None, None] & (i < n)[None, :, None]
-    return ptr + (matrix * stride_B)[None, None, :] + (i * stride_I)[:, None, None] + (i * one)[None, :, None], inside
+def _matrix(M: tl.constexpr):
+    return (tl.program_id(0).to(tl.int64) * M + tl.arange(0, M))[:, None]
 
 
 @triton.jit
-def _of_iteration(history_ptr, t, which, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Pointers (N, M) to u (0) or v (1) of iteration t in history_ptr (iterations, 2, n, B), and their mask."""
-    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    i = tl.arange(0, N)
-    row = (tl.cast(t, tl.int64) * 2 + which) * n + i
-    return history_ptr + (row * B)[:, None] + matrix[None, :], (i < n)[:, None] & (matrix < B)[None, :]
+def _row(i):
+    return tl.full((1, 1), i, dtype=tl.int32)
 
 
 @triton.jit
-def _store_vectors(history_ptr, t, u, v, B, n, M: tl.constexpr, N: tl.constexpr):
-    ptrs, inside = _of_iteration(history_ptr, t, 0, B, n, M, N)
-    tl.store(ptrs, u, mask=inside)
-    ptrs, _ = _of_iteration(history_ptr, t, 1, B, n, M, N)
-    tl.store(ptrs, v, mask=inside)
+def _column(c: tl.constexpr, LANES: tl.constexpr):
+    return (c * LANES + tl.arange(0, LANES))[None, :]
 
 
 @triton.jit
-def _load_vector(history_ptr, t, which, B, n, M: tl.constexpr, N: tl.constexpr):
-    """u (0) or v (1) of iteration t; 1 before the first iteration."""
-    ptrs, inside = _of_iteration(history_ptr, tl.maximum(t, 0), which, B, n, M, N)
-    return tl.load(ptrs, mask=inside & (t + tl.zeros((N, M), dtype=tl.int32) >= 0), other=1.0)
+def _load(ptr, stride_B, stride_I, which, n, other, M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr):
+    """The matrices that the mask `which` (M, 1) selects, in float32."""
+    start, x = ptr + _matrix(M) * stride_B, ()
+    for i in tl.static_range(N):
+        for c in tl.static_range(N // LANES):
+            j = _column(c, LANES)
+            one = tl.load(start + (i * stride_I + j), mask=which & (_row(i) < n) & (j < n), other=other)
+            x = x + (one.to(tl.float32),)
+    return x
 
 
 @triton.jit
-def _any(x):
-    """(M): whether any element of a matrix is True."""
-    return tl.max(tl.max(x.to(tl.int32), axis=1), axis=0) > 0
+def _store(ptr, x, which, n, M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr):
+    C: tl.constexpr = N // LANES
+    start = ptr + _matrix(M) * n * n
+    for i in tl.static_range(N):
+        for c in tl.static_range(C):
+            j = _column(c, LANES)
+            value = x[i * C + c].to(tl.float32).to(ptr.dtype.element_ty)
+            tl.store(start + (i * n + j), value, mask=which & (_row(i) < n) & (j < n))
 
 
 @triton.jit
-def _begin(scores_ptr, stride_B, stride_I, one, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr):
+def _of_u(history_ptr, t, i, B, n, M: tl.constexpr):
+    """Pointers to element i of u of iteration t, and their mask: history_ptr[t, 0] is (n, B)."""
+    matrix = _matrix(M)
+    return history_ptr + ((tl.cast(t, tl.int64) * 2 * n + i) * B + matrix), (_row(i) < n) & (matrix < B)
+
+
+@triton.jit
+def _of_v(history_ptr, t, c: tl.constexpr, B, n, M: tl.constexpr, LANES: tl.constexpr):
+    """The same for columns c of v: history_ptr[t, 1] is (n, B) or, if threads share a matrix, (B, n). Neighbouring
+    threads then have neighbouring elements, or Triton would give them others and exchange them."""
+    matrix, j = _matrix(M), _column(c, LANES)
+    start = history_ptr + (tl.cast(t, tl.int64) * 2 + 1) * n * B
+    ptrs = start + (j.to(tl.int64) * B + matrix if LANES == 1 else matrix * n + j)
+    return ptrs, (j < n) & (matrix < B)
+
+
+@triton.jit
+def _store_vectors(history_ptr, t, u, v, B, n, M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr):
+    for i in tl.static_range(N):
+        ptrs, inside = _of_u(history_ptr, t, i, B, n, M)
+        tl.store(ptrs, u[i], mask=inside)
+    for c in tl.static_range(N // LANES):
+        ptrs, inside = _of_v(history_ptr, t, c, B, n, M, LANES)
+        tl.store(ptrs, v[c], mask=inside)
+
+
+@triton.jit
+def _load_u(history_ptr, t, B, n, M: tl.constexpr, N: tl.constexpr):
+    u = ()
+    for i in tl.static_range(N):
+        ptrs, inside = _of_u(history_ptr, t, i, B, n, M)
+        u = u + (tl.load(ptrs, mask=inside, other=1.0),)
+    return u
+
+
+@triton.jit
+def _load_v(history_ptr, t, B, n, M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr):
+    """v after iteration t; 1 for t = -1, before the first."""
+    v = ()
+    for c in tl.static_range(N // LANES):
+        ptrs, inside = _of_v(history_ptr, tl.maximum(t, 0), c, B, n, M, LANES)
+        v = v + (tl.load(ptrs, mask=inside & (_row(t) >= 0), other=1.0),)
+    return v
+
+
+@triton.jit
+def _sums_of_rows(x, y, N: tl.constexpr, C: tl.constexpr):
+    """sum_j x_ij y_j of each row: N tensors (M, 1)."""
+    sums = ()
+    for i in tl.static_range(N):
+        total = x[i * C] * y[0]
+        for c in tl.static_range(1, C):
+            total = tl.fma(x[i * C + c], y[c], total)
+        sums = sums + (tl.sum(total, axis=1)[:, None],)
+    return sums
+
+
+@triton.jit
+def _sums_of_columns(x, y, N: tl.constexpr, C: tl.constexpr):
+    """sum_i x_ij y_i of each of a thread's columns: C tensors (M, LANES)."""
+    sums = ()
+    for c in tl.static_range(C):
+        total = x[c] * y[0]
+        for i in tl.static_range(1, N):
+            total = tl.fma(x[i * C + c], y[i], total)
+        sums = sums + (total,)
+    return sums
+
+
+@triton.jit
+def _full(value, like, COUNT: tl.constexpr, dtype: tl.constexpr):
+    x = ()
+    for _ in tl.static_range(COUNT):
+        x = x + (tl.full(like.shape, value, dtype=dtype),)
+    return x
+
+
+@triton.jit
+def _inverses(x, COUNT: tl.constexpr):
+    y = ()
+    for i in tl.static_range(COUNT):
+        y = y + (inverse_of(x[i]),)
+    return y
+
+
+@triton.jit
+def _begin(
+    scores_ptr, stride_B, stride_I, taus_ptr, slow_ptr, B, n, limit,
+    M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """(which matrices are scaled, which hold NaN or +inf, the scores of those that are scaled, else -inf, the rows'
     maxima, 1 / tau). Writes the flags."""
-    ptrs, inside = _tile(scores_ptr, stride_B, stride_I, one, B, n, M, N)
-    s = tl.load(ptrs, mask=inside, other=-float("inf")).to(tl.float32)
-    broken = _any((s < float("inf")) == 0)
-    largest = tl.max(s, axis=1)
-    low = tl.min(tl.where(inside, s, float("inf")), axis=1)
-    # A row with -inf has an infinite range. A row of -inf alone would give NaN, which the maximum would ignore.
-    span = tl.where(low > -float("inf"), largest - low, float("inf"))
-    span = tl.where((tl.arange(0, N) < n)[:, None], span, 0.0)
+    C: tl.constexpr = N // LANES
+    matrix = _matrix(M)
+    s = _load(scores_ptr, stride_B, stride_I, matrix < B, n, -float("inf"), M, N, LANES)
+    broken = tl.zeros((M, LANES), dtype=tl.int32)
+    span = tl.zeros((M, 1), dtype=tl.float32)
+    largest = ()
+    for i in tl.static_range(N):
+        high, low = s[i * C], tl.full((M, LANES), float("inf"), tl.float32)
+        for c in tl.static_range(C):
+            x = s[i * C + c]
+            broken |= (x < float("inf")).to(tl.int32) ^ 1
+            high = tl.maximum(high, x)
+            low = tl.minimum(low, tl.where(_column(c, LANES) < n, x, float("inf")))
+        high, low = tl.max(high, axis=1)[:, None], tl.min(low, axis=1)[:, None]
+        # A row with -inf has an infinite range. A row of -inf alone would give NaN, which the maximum would ignore.
+        row = tl.where(low > -float("inf"), high - low, float("inf"))
+        span = tl.maximum(span, tl.where(_row(i) < n, row, 0.0))
+        largest = largest + (tl.where(high > -float("inf"), high, 0.0),)  # padding rows hold only -inf
+    broken = tl.max(broken, axis=1)[:, None] > 0
     inv_tau = 1.0 / tl.load(taus_ptr)
-    scaled = (tl.max(span, axis=0).to(tl.float64) * inv_tau < limit_for(inv_tau, limit)) & (broken == 0)
-    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    scaled = (span.to(tl.float64) * inv_tau < limit_for(inv_tau, limit)) & (broken == 0)
     tl.store(slow_ptr + matrix, (scaled | broken).to(tl.int32) ^ 1, mask=matrix < B)
-    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
-    return scaled, broken, tl.where(scaled[None, None, :], s, -float("inf")), largest[:, None, :], inv_tau
+    kept = ()
+    for i in tl.static_range(N * C):
+        kept = kept + (tl.where(scaled, s[i], -float("inf")),)
+    return scaled, broken, kept, largest, inv_tau
 
 
-@triton.jit
-def _write(ptr, x, which, one, B, n, M: tl.constexpr, N: tl.constexpr):
-    """Stores the matrices of x that the mask `which` (M) selects."""
-    ptrs, inside = _tile(ptr, n * n, n, one, B, n, M, N)
-    tl.store(ptrs, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside & which[None, None, :])
-
-
-@triton.jit(do_not_specialize=["iterations", "one"])
+@triton.jit(do_not_specialize=["iterations"])
 def scaled_few_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
     p_ptr,  # (B, n, n) contiguous
     slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its p is not written), else 0
-    stride_scores_B, stride_scores_I, one, B, n, iterations,
-    M: tl.constexpr, N: tl.constexpr,
+    stride_scores_B, stride_scores_I, B, n, iterations,
+    M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    C: tl.constexpr = N // LANES
     scaled, broken, s, largest, inv_tau = _begin(
-        scores_ptr, stride_scores_B, stride_scores_I, one, taus_ptr, slow_ptr, B, n, FLOAT_RANGE, M, N
+        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, FLOAT_RANGE, M, N, LANES
     )
-    k = exponential(s - largest, inv_tau)
-    u = tl.zeros((N, M), dtype=tl.float32)
-    v = tl.full((N, M), 1.0, dtype=tl.float32)
-    for _ in range(iterations * tl.max(scaled.to(tl.int32), axis=0)):
-        u = inverse_of(tl.sum(k * v[None, :, :], axis=1))
-        v = inverse_of(tl.sum(k * u[:, None, :], axis=0))
-    p = tl.where(broken[None, None, :], float("nan"), k * u[:, None, :] * v[None, :, :])
-    _write(p_ptr, p, scaled | broken, one, B, n, M, N)
+    k = ()
+    for i in tl.static_range(N):
+        for c in tl.static_range(C):
+            k = k + (exponential(s[i * C + c] - largest[i], inv_tau),)
+    u = _full(0.0, scaled, N, tl.float32)
+    v = _full(1.0, s[0], C, tl.float32)
+    for _ in range(iterations * tl.max(scaled.to(tl.int32))):
+        u = _inverses(_sums_of_rows(k, v, N, C), N)
+        v = _inverses(_sums_of_columns(k, u, N, C), C)
+    p = ()
+    for i in tl.static_range(N):
+        for c in tl.static_range(C):
+            p = p + (tl.where(broken, float("nan"), k[i * C + c] * u[i] * v[c]),)
+    _store(p_ptr, p, (scaled | broken) & (_matrix(M) < B), n, M, N, LANES)
 
 
-@triton.jit(do_not_specialize=["iterations", "one"])
+@triton.jit(do_not_specialize=["iterations"])
 def scaled_few_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
-    history_ptr,  # (iterations, 2, n, B), receives u and v
+    history_ptr,  # (iterations, 2, n * B), receives u and v: see _of_u and _of_v
     slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its dscores is not written), else 0
-    stride_scores_B, stride_scores_I, one, B, n, iterations,
-    M: tl.constexpr, N: tl.constexpr,
+    stride_scores_B, stride_scores_I, B, n, iterations,
+    M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    C: tl.constexpr = N // LANES
     scaled, broken, s, largest, inv_tau = _begin(
-        scores_ptr, stride_scores_B, stride_scores_I, one, taus_ptr, slow_ptr, B, n, DOUBLE_RANGE, M, N
+        scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, DOUBLE_RANGE, M, N, LANES
     )
-    k = tl.exp((s.to(tl.float64) - largest.to(tl.float64)) * inv_tau)
-    u = tl.zeros((N, M), dtype=tl.float64)
-    v = tl.full((N, M), 1.0, dtype=tl.float64)
-    steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
+    k = ()
+    for i in tl.static_range(N):
+        for c in tl.static_range(C):
+            k = k + (tl.exp((to_double(s[i * C + c]) - largest[i].to(tl.float64)) * inv_tau),)
+    u = _full(0.0, scaled, N, tl.float64)
+    v = _full(1.0, s[0], C, tl.float64)
+    steps = iterations * tl.max(scaled.to(tl.int32))
     for t in range(steps):
-        u = inverse_of(tl.sum(k * v[None, :, :], axis=1))
-        v = inverse_of(tl.sum(k * u[:, None, :], axis=0))
-        _store_vectors(history_ptr, t, u, v, B, n, M, N)
-    tl.debug_barrier()  # threads read u and v that other threads have stored
-    ptrs, inside = _tile(grad_ptr, stride_grad_B, stride_grad_I, one, B, n, M, N)
-    grad = tl.load(ptrs, mask=inside & scaled[None, None, :], other=0.0).to(tl.float32).to(tl.float64)
-    h = u[:, None, :] * v[None, :, :] * grad  # as in scaled_bwd
-    df = -tl.sum(k * h, axis=1)
-    dg = -tl.sum(k * h, axis=0)
+        u = _inverses(_sums_of_rows(k, v, N, C), N)
+        v = _inverses(_sums_of_columns(k, u, N, C), C)
+        _store_vectors(history_ptr, t, u, v, B, n, M, N, LANES)
+    tl.debug_barrier()  # threads read u that other threads have stored
+    grad = _load(grad_ptr, stride_grad_B, stride_grad_I, scaled & (_matrix(M) < B), n, 0.0, M, N, LANES)
+    h = ()  # as in scaled_bwd
+    for i in tl.static_range(N):
+        for c in tl.static_range(C):
+            h = h + (u[i] * inv_tau * v[c] * grad[i * C + c].to(tl.float64),)
+    weight = ()
+    for i in tl.static_range(N * C):
+        weight = weight + (k[i] * h[i],)
+    df = _sums_of_rows(weight, _full(-1.0, s[0], C, tl.float64), N, C)
+    dg = _sums_of_columns(weight, _full(-1.0, scaled, N, tl.float64), N, C)
     t = steps - 1
     while t >= 0:
-        u = _load_vector(history_ptr, t, 0, B, n, M, N)
-        y = dg * v
-        v = _load_vector(history_ptr, t - 1, 1, B, n, M, N)
-        dx = u * tl.fma(-u, tl.sum(k * y[None, :, :], axis=1), df)
-        h = tl.fma(u[:, None, :], y[None, :, :], tl.fma(dx[:, None, :], v[None, :, :], h))
-        dg = -v * tl.sum(k * dx[:, None, :], axis=0)
-        df = tl.zeros((N, M), dtype=tl.float64)
+        u = _load_u(history_ptr, t, B, n, M, N)
+        y = ()
+        for c in tl.static_range(C):
+            y = y + (dg[c] * v[c],)
+        v = _load_v(history_ptr, t - 1, B, n, M, N, LANES)
+        sums, dx = _sums_of_rows(k, y, N, C), ()
+        for i in tl.static_range(N):
+            dx = dx + (u[i] * tl.fma(-u[i], sums[i], df[i]),)
+        before, h = h, ()
+        for i in tl.static_range(N):
+            for c in tl.static_range(C):
+                h = h + (tl.fma(u[i], y[c], tl.fma(dx[i], v[c], before[i * C + c])),)
+        sums, dg = _sums_of_columns(k, dx, N, C), ()
+        for c in tl.static_range(C):
+            dg = dg + (-v[c] * sums[c],)
+        df = _full(0.0, scaled, N, tl.float64)
         t -= 1
-    ds = tl.where(broken[None, None, :], float("nan"), k * h * inv_tau)
-    _write(dscores_ptr, ds, scaled | broken, one, B, n, M, N)
+    ds = ()
+    for i in tl.static_range(N * C):
+        ds = ds + (tl.where(broken, float("nan"), k[i] * h[i]),)
+    _store(dscores_ptr, ds, (scaled | broken) & (_matrix(M) < B), n, M, N, LANES)

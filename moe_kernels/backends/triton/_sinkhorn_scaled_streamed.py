@@ -132,7 +132,7 @@ def scaled_streamed_bwd(
     history_ptr,  # (iterations, 2, B, n), receives u and v
     slow_ptr,  # (B) int32, receives 1 if a matrix needs logarithms (its dscores is not written), else 0
     k_ptr,  # (B, n, n) float64 scratch memory
-    h_ptr,  # (B, n, n) float64 scratch memory: sums of the iterations in float64, dscores = k * h / tau
+    h_ptr,  # (B, n, n) float64 scratch memory: sums of the iterations in float64, dscores = k * h
     short_k_ptr,  # (B, n, n) float32 scratch memory: k
     short_h_ptr,  # (B, n, n) float32 scratch memory: sums of the iterations in float32, divided by sum |P * dP|
     stride_scores_B, stride_scores_I, B, n, iterations,
@@ -159,17 +159,18 @@ def scaled_streamed_bwd(
             u_ptrs, i_inside = rows_of(of_iteration(history_ptr, last, 0, B, n), first, n, ROWS)
             u = tl.load(u_ptrs, mask=i_inside, other=0.0)
             grad = read_tile(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0).to(tl.float64)
-            h = u[None, :, None] * v[:, None, :] * grad
+            h = (u * inv_tau)[None, :, None] * v[:, None, :] * grad
             h_ptrs, _ = scratch_tile(h_ptr, first, n, ROWS, N)
             tl.store(h_ptrs, h, mask=inside)
             columns = tl.fma(k, h, columns)
             sizes += tl.abs(k * h)
         dg = -tl.sum(columns, axis=1)
         whole = sum_columns(tl.sum(sizes, axis=1))
-        left = whole
+        inv_whole = tl.where(whole == 0, 0.0, 1.0 / whole)  # NaN stays NaN
+        left = 1.0
         t = iterations - 1
         # df is 0 after the last iteration. NaN is not at most the share.
-        while (t >= 0) & (((left <= SMALL_SHARE * whole) == 0) | (t == iterations - 1)):
+        while (t >= 0) & (((left <= SMALL_SHARE) == 0) | (t == iterations - 1)):
             tl.debug_barrier()  # threads read h that other threads have stored
             y = dg * v
             v = v_before(history_ptr, tl.minimum(t, last + 1), B, n, N)
@@ -189,9 +190,9 @@ def scaled_streamed_bwd(
                 tl.store(h_ptrs, h, mask=inside)
                 columns = tl.fma(k, dx[None, :, None], columns)
             dg = -v * tl.sum(columns, axis=1)
-            left = share(dg, t)
+            left = share(sum_columns(tl.abs(dg)), inv_whole, t, True)
             t -= 1
-        short_dg = tl.where(whole > 0, dg / whole, 0.0).to(tl.float32)
+        short_dg = (dg * inv_whole).to(tl.float32)
         short_v = v.to(tl.float32)
         first_short = t
         while (t >= 0) & (sum_columns(tl.abs(short_dg)) * (t + 1) > NEGLIGIBLE):
@@ -225,4 +226,4 @@ def scaled_streamed_bwd(
             short_h = tl.load(
                 short_ptrs, mask=inside & (t - first_short + tl.zeros(inside.shape, dtype=tl.int32) < 0), other=0.0
             )
-            write_tile(dscores_ptr, k * tl.fma(short_h.to(tl.float64), whole, h) * inv_tau, first, n, ROWS, N)
+            write_tile(dscores_ptr, k * tl.fma(short_h.to(tl.float64), whole, h), first, n, ROWS, N)

@@ -141,12 +141,18 @@ def fill_with_nan(ptr, n, ROWS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def anchors(s):
+    """The largest score of each row, or 0 for -inf: padding rows hold only -inf."""
+    largest = largest_of_rows(s)
+    return tl.where(largest > -float("inf"), largest, 0.0)
+
+
+@triton.jit
 def log_k(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr, N: tl.constexpr):
     """log(k) of ROWS rows, in float64."""
     s = read_tile(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
-    largest = largest_of_rows(s).to(tl.float64)
-    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
-    return (s.to(tl.float64) - largest[None, :, None]) * inv_tau
+    largest = anchors(s)
+    return (to_double(s) - largest.to(tl.float64)[None, :, None]) * inv_tau
 
 
 @triton.jit
@@ -166,8 +172,7 @@ def exponential(below, inv_tau):
 def k_in_float32(scores_ptr, stride_B, stride_I, first, n, inv_tau, ROWS: tl.constexpr, N: tl.constexpr):
     """k of ROWS rows, in float32."""
     s = read_tile(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
-    largest = largest_of_rows(s)
-    largest = tl.where(largest > -float("inf"), largest, 0.0)  # padding rows hold only -inf
+    largest = anchors(s)
     return exponential(s - largest[None, :, None], inv_tau)
 
 

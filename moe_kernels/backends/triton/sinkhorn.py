@@ -45,7 +45,8 @@ def _scaled_blocks(n: int) -> tuple[dict[str, int], int]:
     """The same for kernels that scale: 16 elements of a tile for each thread, or 8 if N is 16."""
     columns = triton.next_power_of_2(n)
     if n <= FEW:
-        return {"M": 128 if columns <= 4 else 32, "N": columns}, 4
+        lanes = 4 if columns > 4 else 1
+        return {"M": 128 // lanes, "N": columns, "LANES": lanes}, 4
     if n <= RESIDENT:
         return {"N": columns}, max(columns**2 // 512, 1)
     return {"ROWS": 16 if columns <= 256 else 4096 // columns, "N": columns}, min(columns // 32, 8)
@@ -70,7 +71,7 @@ def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
         given, strides = (scores, steps, p, slow), (scores.stride(0), scores.stride(1))
         if n <= FEW:
             programs = triton.cdiv(batch, blocks["M"])
-            launch(scaled_few_fwd, (programs,), *given, *strides, 1, batch, n, len(taus), **blocks, num_warps=warps)
+            launch(scaled_few_fwd, (programs,), *given, *strides, batch, n, len(taus), **blocks, num_warps=warps)
         elif n <= RESIDENT:
             launch(scaled_fwd, (batch,), *given, *strides, n, len(taus), **blocks, num_warps=warps)
         else:
@@ -92,7 +93,7 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
     if not sums and taus[0] == taus[-1]:
         blocks, warps = _scaled_blocks(n)
         given = grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts
-        rest = scores.stride(0), scores.stride(1), *([1] if n <= FEW else []), batch, n, len(taus)
+        rest = scores.stride(0), scores.stride(1), batch, n, len(taus)
         if n <= FEW:
             launch(scaled_few_bwd, (triton.cdiv(batch, blocks["M"]),), *given, *rest, **blocks, num_warps=warps)
         elif n <= RESIDENT:
