@@ -78,6 +78,7 @@ SPILLED = {
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 112,
     r"plan_match float32: plan_priority .*": 32,
+    r"scaled_bwd float32: sinkhorn training .* n=16 .*": 8,
     r"scaled_streamed_fwd float32: .*": 8,
     r"tree_gate_fused bfloat16: tree_gate forward T=128 P=768 .*": 16,
 }
