@@ -17,6 +17,9 @@ import triton.language as tl
 from moe_kernels.backends.triton._sinkhorn_scaled import DOUBLE_RANGE, FLOAT_RANGE
 from moe_kernels.backends.triton._sinkhorn_tiles import exponential, inverse_of, limit_for, to_double
 
+# Compilation takes seconds, so all sizes share one: loads are of one element, so multiples of 16 gain nothing.
+FORWARD_SIZES = ["stride_scores_B", "stride_scores_I", "B", "n", "iterations"]
+
 
 @triton.jit
 def _matrix(M: tl.constexpr):
@@ -177,7 +180,7 @@ def _begin(
     return scaled, broken, kept, largest, inv_tau
 
 
-@triton.jit(do_not_specialize=["iterations"])
+@triton.jit(do_not_specialize=FORWARD_SIZES)
 def scaled_few_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
@@ -206,7 +209,7 @@ def scaled_few_fwd(
     _store(p_ptr, p, (scaled | broken) & (_matrix(M) < B), n, M, N, LANES)
 
 
-@triton.jit(do_not_specialize=["iterations"])
+@triton.jit(do_not_specialize=[*FORWARD_SIZES, "stride_grad_B", "stride_grad_I"])
 def scaled_few_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
