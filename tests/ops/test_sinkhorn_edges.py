@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
+from tests.helpers.sinkhorn import oracle
 
 
 @pytest.mark.parametrize("n", [3, 8, 20, 70])
@@ -47,3 +48,17 @@ def test_scores_and_tau_of_another_scale(target, tau):
             results.append((p, torch.autograd.grad(p, leaf, grad)[0].double() * each))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("tau", [2.0**-66, 2.0**-99])
+def test_scores_of_zero_among_tiny_ones(target, tau):
+    """Zeros have the accuracy of other scores where both are small: a kernel may not replace them by a small number."""
+    draw = torch.Generator().manual_seed(0)
+    scores, grad = (torch.randn(2, 16, 16, generator=draw) for _ in range(2))
+    scores = scores.clamp(max=0) * tau
+    leaf, exact = scores.to(target.device).requires_grad_(), scores.double().requires_grad_()
+    p, expected = mk.sinkhorn(leaf, 5, tau=tau, backend=target.backend), oracle(exact, 5, tau)
+    got = torch.autograd.grad(p, leaf, grad.to(target.device))[0].cpu().double() * tau
+    wanted = torch.autograd.grad(expected, exact, grad.double())[0] * tau
+    size = (expected.detach() * grad).abs().sum((1, 2), keepdim=True)
+    assert ((got - wanted).abs() <= 2.0**-23 * wanted.abs() + 2.0**-44 * size).all()

@@ -12,7 +12,7 @@ import math
 import triton
 import triton.language as tl
 
-SMALLEST = tl.constexpr(1e-30)  # 1 / tau of matrices that are scaled is between this and its inverse
+SMALLEST = tl.constexpr(1e-20)  # 1 / tau of matrices that are scaled is between this and its inverse: see to_double
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
