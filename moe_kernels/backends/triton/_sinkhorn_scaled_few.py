@@ -17,8 +17,10 @@ import triton.language as tl
 from moe_kernels.backends.triton._sinkhorn_scaled import DOUBLE_RANGE, FLOAT_RANGE
 from moe_kernels.backends.triton._sinkhorn_tiles import exponential, inverse_of, limit_for, to_double
 
-# Compilation takes seconds, so all sizes share one: loads are of one element, so multiples of 16 gain nothing.
+# Compilation takes seconds, so all sizes and addresses share one: loads are of one element, so multiples of 16 gain
+# nothing.
 FORWARD_SIZES = ["stride_scores_B", "stride_scores_I", "B", "n", "iterations"]
+ADDRESSES = ["grad_ptr", "dscores_ptr", "scores_ptr", "p_ptr"]
 
 
 @triton.jit
@@ -180,7 +182,7 @@ def _begin(
     return scaled, broken, kept, largest, inv_tau
 
 
-@triton.jit(do_not_specialize=FORWARD_SIZES)
+@triton.jit(do_not_specialize=FORWARD_SIZES, do_not_specialize_on_alignment=ADDRESSES)
 def scaled_few_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all equal
@@ -209,7 +211,9 @@ def scaled_few_fwd(
     _store(p_ptr, p, (scaled | broken) & (_matrix(M) < B), n, M, N, LANES)
 
 
-@triton.jit(do_not_specialize=[*FORWARD_SIZES, "stride_grad_B", "stride_grad_I"])
+@triton.jit(
+    do_not_specialize=[*FORWARD_SIZES, "stride_grad_B", "stride_grad_I"], do_not_specialize_on_alignment=ADDRESSES
+)
 def scaled_few_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
