@@ -1,4 +1,4 @@
-"""CPU kernels under the address and undefined-behaviour sanitizers, each call in its own process.
+"""CPU kernels under the address and undefined-behaviour sanitizers, each call in a process that replay.cpp forks.
 
     with sanitizers.use("avx2"):
         y = mk.kwta(x, k, backend="cpu")
@@ -8,9 +8,12 @@ A sanitizer's report becomes the text of an exception. Races are not found here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import os
+import signal
 import struct
 import subprocess
 import tempfile
@@ -32,6 +35,17 @@ _REPORT_CHARACTERS = 6000
 _TIMEOUT_SECONDS = 300
 
 
+@functools.cache
+def _server(program: Path) -> subprocess.Popen[str]:
+    """The program, which runs calls until its stdin is closed or this process ends."""
+    command = [str(program), str(_TIMEOUT_SECONDS)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | _SANITIZERS
+    )
+    atexit.register(process.kill)
+    return process
+
+
 class Module(Launchers):
     """The launchers of csrc/cpu for one instruction set, under the sanitizers."""
 
@@ -50,20 +64,15 @@ class Module(Launchers):
                 file.write(struct.pack(f"<{len(words)}Q", *words))
                 for start, size in extents:
                     file.write(struct.pack("<2Q", start, size) + ctypes.string_at(start, size))
-            try:
-                done = subprocess.run(
-                    [self._replay, str(call)],
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    env=os.environ | _SANITIZERS,
-                    timeout=_TIMEOUT_SECONDS,
-                )
-            except subprocess.TimeoutExpired:
+            server = _server(self._replay)
+            print(call, file=server.stdin, flush=True)
+            status = int(server.stdout.readline())
+            if status == -signal.SIGALRM:
                 return f"did not end within {_TIMEOUT_SECONDS} s"
-            if done.returncode:
-                signalled = f"killed by signal {-done.returncode}\n" if done.returncode < 0 else ""
-                return signalled + done.stderr[:_REPORT_CHARACTERS].strip()
+            if status:
+                ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+                report = call.with_suffix(".err").read_text(errors="replace")[:_REPORT_CHARACTERS].strip()
+                return f"{ended}\n{report}" if status < 0 else report or ended
             after = call.read_bytes()
             at = 24 + len(encoded) + 8 * len(words)
             for start, size in extents:

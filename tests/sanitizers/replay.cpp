@@ -1,17 +1,26 @@
-// Runs one call of a launcher in its own process, so that a faulty kernel or a sanitizer ends only this process. Every
-// buffer is copied into its own allocation, which ends at the buffer's last byte.
+// Runs calls of launchers, each in a process forked for it, so that a faulty kernel or a sanitizer ends only this call.
+// Every buffer is copied into its own allocation, which ends at the buffer's last byte.
 //
 //   replay            prints the launchers' signatures
-//   replay FILE       runs the call in FILE and writes the buffers back into it
+//   replay SECONDS    reads names of files from stdin, one a line. For each it runs the call in the file for at most
+//                     SECONDS, writes the buffers back into it and messages into FILE.err, and prints the exit status
+//                     of the call's process, or minus the signal that ended it.
+//
+// A call takes 3 ms of processor time in a fork, and 17 ms in a new process, where the sanitizers set up their memory.
 //
 // FILE begins with three 64-bit words: the length of the launcher's name, the number of arguments and the number of
 // buffers. Then come the name, for each argument a word with its bits, and for each buffer its address in the calling
 // process, its size and its bytes. Pointers into a buffer are changed into pointers into its copy. Exit status 1: the
 // launcher did not return 0; 2: this program failed, for example since FILE or a pointer in it is wrong; others come
-// from a sanitizer or a signal. The message is on stderr.
+// from a sanitizer.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,14 +73,8 @@ uint64_t to_copy(uint64_t pointer, const std::vector<Buffer>& buffers) {
   return 0;
 }
 
-}  // namespace
-
-int main(int count, char** arguments) {
-  if (count == 1) {
-    std::fputs(moe_signatures(), stdout);
-    return 0;
-  }
-  std::FILE* file = std::fopen(arguments[1], "r+b");
+int run(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "r+b");
   require(file != nullptr, "cannot open the file of the call");
   std::string name(read_word(file), ' ');
   std::vector<uint64_t> words(read_word(file));
@@ -103,5 +106,32 @@ int main(int count, char** arguments) {
     require(std::fwrite(each.data, 1, each.size, file) == each.size, "cannot write the buffers back");
   }
   std::fclose(file);
+  return 0;
+}
+
+// Runs the call in another process and returns how that process ended.
+int outcome(const std::string& path, unsigned seconds) {
+  const pid_t child = fork();
+  require(child >= 0, "cannot fork");
+  if (child == 0) {
+    const int messages = open((path + ".err").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    require(messages >= 0 && dup2(messages, STDERR_FILENO) >= 0, "cannot write the messages of the call");
+    alarm(seconds);  // SIGALRM ends the process
+    _exit(run(path));  // without the cleanup of exit, a sixth of the child's time
+  }
+  int status = 0;
+  require(waitpid(child, &status, 0) == child, "cannot wait for the call");
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count == 1) {
+    std::fputs(moe_signatures(), stdout);
+    return 0;
+  }
+  const unsigned seconds = std::strtoul(arguments[1], nullptr, 10);
+  for (std::string path; std::getline(std::cin, path);) std::cout << outcome(path, seconds) << std::endl;
   return 0;
 }
