@@ -25,11 +25,14 @@ def family(title: str) -> str:
 def places(kernel: Kernel) -> list[str]:
     """For each instruction its place: the source line, of an inlined function also the line of the call, and for a
     barrier or wait also the opcode."""
-    found = []
+    found, named = [], {}  # few of a kernel's thousands of instructions differ in line or opcode
     for pc, text in enumerate(kernel.texts):
-        opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
-        wait = f" {opcode}" if WAITS.match(opcode) else ""
-        found.append(kernel.source(pc) + wait)
+        words = text.split(maxsplit=2)
+        opcode = words[text.startswith("@")]
+        key = kernel.sources[pc], opcode
+        if key not in named:
+            named[key] = kernel.source(pc) + (f" {opcode}" if WAITS.match(opcode) else "")
+        found.append(named[key])
     return found
 
 
