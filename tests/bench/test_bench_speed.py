@@ -286,20 +286,20 @@ def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Pa
     slow = f"import sys; sys.path.insert(0, {str(ledger.ROOT)!r})\nfrom moe_kernels.backends import cpu\n"
     slow += "kernel = cpu.kwta_fwd\ncpu.kwta_fwd = lambda *args: [kernel(*args) for _ in range(8)][0]\n"
     (tmp_path / "slowed.py").write_text(slow)
-    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/test_regression.py"]
-    program += ["-k", "kwta-cpu-forward", f"--benchmark-storage={tmp_path / 'saved'}"]
+    words = ["-q", "-p", "no:cacheprovider", "bench/test_regression.py", "-k", "kwta-cpu-forward"]
+    words += [f"--benchmark-storage={tmp_path / 'saved'}"]
+    first = [*words, "--benchmark-autosave"]
+    later = [*words, "-p", "slowed", "--benchmark-compare", "--benchmark-compare-fail=median:100%"]
+    code = f"import sys, pytest; print('saved', int(pytest.main({first}))); sys.exit(pytest.main({later}))"
     # pytest-benchmark measures nothing if it finds xdist's variables.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment = {**inherited, "PYTHONPATH": str(tmp_path), "MOE_KERNELS_BACKEND": "cpu"}
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*program, *more], cwd=ledger.ROOT, env=environment, capture_output=True, text=True)
-
-    saved = run("--benchmark-autosave")
-    assert saved.returncode == 0, saved.stdout
-    compared = run("-p", "slowed", "--benchmark-compare", "--benchmark-compare-fail=median:100%")
-    assert compared.returncode != 0, compared.stdout
-    lines = (compared.stdout + compared.stderr).split("Performance has regressed", 1)[1]
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=ledger.ROOT, env=environment, capture_output=True, text=True)
+    saved, *compared = done.stdout.split("\nsaved 0\n")
+    assert compared, saved
+    assert done.returncode != 0, compared
+    lines = (compared[0] + done.stderr).split("Performance has regressed", 1)[1]
     assert "kwta-cpu-forward" in lines
     (path,) = (tmp_path / "saved").glob("*/*.json")
     ratios = {

@@ -44,36 +44,40 @@ def python(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    # other: launches that find nothing; None: the command finds all itself. One of the two a case, to save processes.
-    ("op", "dtype", "capability", "other"),
+    ("op", "dtype", "capability", "other"),  # other: launches that find nothing
     [
         ("dispatch", "float32", 80, None),
-        ("expert_norms", "bfloat16", 90, ("bfloat16", 80)),  # with tensor descriptors
+        ("grouped_gemm", "bfloat16", 90, ("bfloat16", 80)),  # with tensor descriptors
     ],
 )
 def test_launches_find_what_was_compiled(op, dtype, capability, other, tmp_path):
-    command = f"-m moe_kernels compile --target cuda:{capability} --op {op} --dtype {dtype} --small --jobs".split()
+    """One process compiles. Another runs the command again, which finds all itself, and then launches."""
+    command = f"compile --target cuda:{capability} --op {op} --dtype {dtype} --small --jobs".split()
     summary = re.compile(r"cuda:(\d+): (\d+) kernels: (\d+) compiled, (\d+) already there, 0 failed; \d+ s; (.*)\n")
-    first = summary.fullmatch(python(tmp_path, *command, "2"))
+    first = summary.fullmatch(python(tmp_path, "-m", "moe_kernels", *command, "2"))
     assert first, "no summary"
     assert first[1] == str(capability)
     assert int(first[2]) == int(first[3]) > 3
     assert first[5] == str(tmp_path)
-    if other is None:
-        again = summary.fullmatch(python(tmp_path, *command, "1"))
-        assert again
-        assert again[2] == again[4] == first[2]
-
-    def launched(dtype: str, capability: int) -> dict[str, Any]:
-        program = "from __future__ import annotations\nimport json, torch\n" + inspect.getsource(launch_cases)
-        return json.loads(python(tmp_path, "-c", f"{program}\nprint(json.dumps(launch_cases{op, dtype, capability}))"))
-
-    got = launched(dtype, capability)
+    launched = [(op, dtype, capability)] + ([(op, *other)] if other else [])
+    program = f"""
+from __future__ import annotations
+import json, torch
+from moe_kernels.__main__ import main
+{inspect.getsource(launch_cases)}
+assert not main({[*command, "1"]})
+print(json.dumps([launch_cases(*each) for each in {launched}]))
+"""
+    *printed, line = python(tmp_path, "-c", program).splitlines(keepends=True)
+    again = summary.fullmatch("".join(printed))
+    assert again
+    assert again[2] == again[4] == first[2]
+    got, *missed = json.loads(line)
     assert not got["error"]
     assert got["hits"] == int(first[2])
     assert got["launches"] >= got["hits"]
-    if other is not None:
-        assert launched(*other) == {"hits": 0, "launches": 0, "error": "a kernel is not in the folder"}
+    assert all(each == {"hits": 0, "launches": 0, "error": "a kernel is not in the folder"} for each in missed)
+    assert len(missed) == (other is not None)
 
 
 def launch_cases(op: str, dtype: str, capability: int) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def launch_cases(op: str, dtype: str, capability: int) -> dict[str, Any]:
 
         launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: launches.append(metadata.name))
         get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
-        get_current_device = staticmethod(lambda: 0)
+        get_current_device = staticmethod(lambda: capability)  # Triton keeps compiled kernels by the device's number
         get_current_stream = staticmethod(lambda device: 0)
 
     def add_stages(*arguments: Any) -> None:

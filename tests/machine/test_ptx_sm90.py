@@ -17,7 +17,6 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import moe_kernels as mk
 from tests.helpers import expert_norms as norms
 from tests.helpers.expert_mlp import leaves_of
-from tests.helpers.planted_ptx import gemm
 from tests.helpers.ptx_programs import run
 from tests.helpers.tree_gate import products_and_tree_in_one_kernel
 from tests.helpers.wgmma import MISUSES, one_product
@@ -51,7 +50,7 @@ SIZES = {
     "few rows": ((150, 208, 144, 5), (128, 256)),
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
-    "eights": ((150, 72, 136, 5), (128, 256)),
+    "eights": ((150, 72, 120, 5), (128, 128)),
     "odd": ((150, 33, 70, 5), (64, 64)),  # no TMA: the strides are no multiples of 16 bytes
 }
 
@@ -60,7 +59,7 @@ BF16, FP16 = SHORT
 
 
 @pytest.mark.parametrize(("kind", "dtype", "gathered"), [
-    *((kind, BF16, i % 2 == 1) for i, kind in enumerate(SIZES)), ("few rows", FP16, True)
+    *((kind, BF16, i % 2 == 1) for i, kind in enumerate(SIZES)), ("narrow", FP16, True)
 ], ids=str)  # fmt: skip
 def test_grouped_gemm(kind, dtype, gathered):
     sizes, tile = SIZES[kind]
@@ -75,7 +74,7 @@ def test_grouped_gemm(kind, dtype, gathered):
     assert forward.grid[0] == (rows // tile[0] + experts + 1) * -(-columns // tile[1])
 
 
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("dtype", [BF16], ids=str)
 def test_few_rows_without_gradients(dtype):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((150, 208), (5, 208, 144), (5, 144)))
     given = x, weight.div_(208**0.5), offsets_of("zipf", 150)
@@ -87,7 +86,7 @@ def test_few_rows_without_gradients(dtype):
 
 
 def test_gated():
-    check(TARGET, BF16, "zipf", (150, 48, 160, 5), "swiglu", gathered=True)
+    check(TARGET, BF16, "zipf", (150, 48, 128, 5), "swiglu", gathered=True)  # narrow tiles
     check(TARGET, BF16, "adversarial", (600, 32, 288, 5), "geglu", gathered=False)
 
 
@@ -98,7 +97,7 @@ def test_float32(kind):
     assert "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32" in opcodes(launches)  # three TF32 products
 
 
-@pytest.mark.parametrize("width", [(40, 72), (33, 70)])
+@pytest.mark.parametrize("width", [(40, 72)])
 def test_tf32(width, tf32):
     """TF32 products are float32 products of operands without their lower 13 bits."""
     offsets = offsets_of("zipf", 150)
@@ -120,20 +119,19 @@ def test_tf32(width, tf32):
 
 
 def many_rows():
-    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")
+    return mk.make_plan(torch.randint(0, 5, (300, 2)), 5, backend="reference")
 
 
 def some_dropped():
-    experts = torch.randint(-1, 3, (40, 3))
-    return mk.make_plan(experts, 4, capacity=7, priority=torch.rand(40), backend="reference")  # expert 3 has no rows
+    experts = torch.randint(-1, 3, (40, 3))  # two of five experts have no rows
+    return mk.make_plan(experts, 5, capacity=7, priority=torch.rand(40), backend="reference")
 
 
 @pytest.mark.parametrize(("activation", "plan_of", "sizes", "dtype"), [
     ("swiglu", some_dropped, (48, 64, 32), BF16),
-    ("swiglu", some_dropped, (48, 64, 32), FP16),
     ("gelu", many_rows, (64, 144, 48), BF16),
     ("swiglu", many_rows, (64, 144, 48), BF16),
-    ("relu", some_dropped, (20, 36, 28), BF16),
+    ("relu", some_dropped, (20, 36, 28), FP16),
 ])  # fmt: skip
 def test_expert_mlp(activation, plan_of, sizes, dtype):
     plan = plan_of()
@@ -154,7 +152,7 @@ def test_expert_mlp(activation, plan_of, sizes, dtype):
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [
-    ((70, 5, 48, 64, 48), BF16), ((70, 5, 33, 50, 41), BF16), ((70, 5, 33, 50, 41), torch.float32),
+    ((70, 5, 48, 64, 48), BF16), ((70, 5, 33, 50, 41), torch.float32),
 ], ids=str)  # fmt: skip
 def test_expert_norms_(sizes, dtype):
     leaves = norms.leaves_of(dtype, "cpu", "gelu", *sizes)
@@ -171,7 +169,7 @@ def test_expert_norms_(sizes, dtype):
 
 def test_tree_gate_with_its_products():
     with session.recorded() as launches:
-        products_and_tree_in_one_kernel(BF16)
+        products_and_tree_in_one_kernel(BF16, few=True)
     assert any(name.startswith("wgmma.mma_async") for name in opcodes(launches))
 
 
@@ -199,7 +197,7 @@ def test_the_other_kernels_give_the_bits_of_sm_80():
 
 
 def test_launches_are_counted_apart():
-    gemm("triton")
+    product()
     assert "triton sm_90" in {each.backend for each in session.session.ran.values()}
     assert {"triton sm_90 _grouped_gemm_fwd", "triton _grouped_gemm_fwd"} <= set(summary.known_kernels())
 

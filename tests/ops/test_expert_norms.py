@@ -21,12 +21,12 @@ OP = "expert_norms"
 
 
 # tokens, experts, dim, hidden, dout
-SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 51, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
 # The only cases that Triton runs without a GPU, to save compilations.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
-COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
+COMPILED += [(*FORMS[3], torch.float32)]  # in float16: test_small_float16_outputs_have_finite_gradients
 
 
 @pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
@@ -51,15 +51,17 @@ def test_with_products_by_torch(activation, with_bias, dtype, tiles, monkeypatch
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
-    """If tensors of all experts are too large, GPU backends compute experts in groups: here of two, the last of one."""
+    """If tensors of all experts are too large, GPU backends compute experts in groups: here of two, the last of one;
+    with Triton of four and one, whose weights are as aligned as those of all, to save compilations."""
     skip_unsupported(target, dtype, OP)
     if target.compiles and dtype == torch.float32:
         pytest.skip("Triton tests groups in bfloat16 only, to save compilations")
-    leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
-    grad = torch.randn(SIZES[:2]).to(dtype)
+    sizes, group = ((70, 5, 33, 50, 130), 4) if target.compiles and not target.interpreted else (SIZES, 2)
+    leaves = leaves_of(dtype, target.device, "gelu", *sizes)
+    grad = torch.randn(sizes[:2]).to(dtype)
     call = partial(mk.expert_norms, backend=target.backend)
     whole = results(call, leaves, grad)
-    monkeypatch.setattr("moe_kernels.ops.expert_norms.ELEMENTS", 2 * SIZES[0] * max(SIZES[2:]))
+    monkeypatch.setattr("moe_kernels.ops.expert_norms.ELEMENTS", group * sizes[0] * max(sizes[2:]))
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, each in results(call, leaves, grad).items():
         exact = name != "x"  # the gradient to x is a sum over groups, and each term is rounded
@@ -78,8 +80,9 @@ def test_biases_that_start_anywhere(target):
 def test_each_gradient_alone_is_the_same(target):
     dtype = DTYPES[1]
     skip_unsupported(target, dtype, OP)
-    leaves, grad = leaves_of(dtype, target.device, "gelu", *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
-    call = partial(mk.expert_norms, backend=target.backend, activation="gelu")
+    activation = "relu" if target.compiles else "gelu"  # Triton has compiled relu for another test
+    leaves, grad = leaves_of(dtype, target.device, activation, *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
+    call = partial(mk.expert_norms, backend=target.backend, activation=activation)
     together = results(call, leaves, grad)
     for name, each in each_alone(call, leaves, grad).items():
         torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
@@ -216,12 +219,16 @@ def grad_of_winners(tokens, experts, winners, dtype):
 
 
 @pytest.mark.parametrize("winners", [1, 2, 4, None])
-@pytest.mark.parametrize(("activation", "with_bias", "dtype"), [*COMPILED, ("swiglu", True, torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "with_bias", "dtype"),
+    [*COMPILED, ("swiglu", True, torch.float16), ("swiglu", True, torch.float64)],
+    ids=str,
+)
 def test_gradients_of_winners(target, activation, with_bias, dtype, winners):
     """None, with 2 winners: each expert alone, as the rows are more than the tokens."""
     skip_unsupported(target, dtype, OP)
-    if target.compiles and (winners != 2 or dtype == torch.float32):
-        pytest.skip("Triton runs one number of winners, to save compilations")
+    if target.compiles and (winners != 2 or dtype != torch.bfloat16):
+        pytest.skip("Triton runs one number of winners and one dtype, to save compilations")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     grad = grad_of_winners(SIZES[0], SIZES[1], min(winners or 2, SIZES[1] - 1), dtype)
     if winners is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -29,28 +30,24 @@ def test_slopes_at_zero(target, activation):
     """With pre-activations of 0 and output gradients of 1, each element of the gradient to x is the sum of a row of the
     weight times the activation's slope at 0."""
     dtype, device = finest(target), target.device
-    offsets = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
-    leaves = {"x": torch.zeros(3, 16, device=device, dtype=dtype)}
-    leaves["weight"] = torch.ones(2, 16, 24, device=device, dtype=dtype)
+    offsets = torch.tensor([0, 2, 3, 3, 3, 3], dtype=torch.int32, device=device)
+    # With these sizes and a bias Triton has compiled the kernels for other tests.
+    din, dout, bias = (33, 70, torch.zeros(5, 70, dtype=dtype)) if target.compiles else (16, 24, None)
+    leaves = {"x": torch.zeros(3, din, device=device, dtype=dtype)}
+    leaves["weight"] = torch.ones(5, din, dout, device=device, dtype=dtype)
+
+    def call(x, weight, backend=target.backend):
+        return mk.grouped_gemm(x, weight, offsets, bias=bias, activation=activation, backend=backend)
+
     for zero in (0.0, -0.0):
         leaves["x"].fill_(zero)
-        got = results(
-            lambda x, weight: mk.grouped_gemm(x, weight, offsets, activation=activation, backend=target.backend),
-            leaves,
-            torch.ones(3, 24),
-        )
+        got = results(call, leaves, torch.ones(3, dout))
         assert not got["out"].any()
-        assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
+        assert_equal_but_for_rounding(got["x"], torch.full((1, 1), dout * SLOPE_AT_0[activation]))
     # At NaN the slope is the reference's.
     leaves["x"][0, 3] = math.nan
     got, expected = (
-        results(
-            lambda x, weight, backend=backend: mk.grouped_gemm(
-                x, weight, offsets, activation=activation, backend=backend
-            ),
-            leaves,
-            torch.ones(3, 24),
-        )["x"]
+        results(partial(call, backend=backend), leaves, torch.ones(3, dout))["x"]
         for backend in (target.backend, "reference")
     )
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0, equal_nan=True)
@@ -63,35 +60,39 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
+    # With these sizes and biases Triton has compiled the kernels for other tests.
+    dim, hidden, dout = (19, 23, 18) if target.compiles else (16, 16, 8)
+    b_in, b_out = (torch.zeros(5, width, dtype=dtype) if target.compiles else None for width in (hidden, dout))
     leaves = {
-        "x": torch.zeros(plan.num_tokens, 16, device=target.device, dtype=dtype),
-        "w_in": torch.ones(5, 16, 16, device=target.device, dtype=dtype),
-        "w_out": torch.ones(5, 16, 8, device=target.device, dtype=dtype),
+        "x": torch.zeros(plan.num_tokens, dim, device=target.device, dtype=dtype),
+        "w_in": torch.ones(5, dim, hidden, device=target.device, dtype=dtype),
+        "w_out": torch.ones(5, hidden, dout, device=target.device, dtype=dtype),
     }
     ones = torch.ones(plan.slot_row.shape, device=target.device, dtype=dtype)
 
     def mlp(x, w_in, w_out):
-        return mk.expert_mlp(x, plan, w_in, w_out, weights=ones, activation=activation, backend=target.backend)
+        given = {"weights": ones, "b_in": b_in, "b_out": b_out, "activation": activation}
+        return mk.expert_mlp(x, plan, w_in, w_out, **given, backend=target.backend)
 
-    got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
-    assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
+    got = results(mlp, leaves, torch.ones(plan.num_tokens, dout))
+    assert_equal_but_for_rounding(got["x"], dout * hidden * SLOPE_AT_0[activation] * kept)
     # With relu the slope at NaN is finite, and so is the gradient to x.
     broken = int(kept.argmax())
     leaves["x"][broken] = math.nan
-    got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
+    got = results(mlp, leaves, torch.ones(plan.num_tokens, dout))
     for name in ("w_in", "w_out"):
         assert torch.equal(got[name].isnan().flatten(1).all(1), plan.used[broken]), name
     assert got["x"].isnan().any(1).tolist() == [activation != "relu" and t == broken for t in range(plan.num_tokens)]
     leaves["x"].zero_()
 
     def norms(x, w_in, w_out):
-        bias = torch.zeros(5, 8, device=target.device, dtype=dtype)
+        bias = torch.zeros(5, dout, device=target.device, dtype=dtype)
         bias[:, 0] = 1
-        return mk.expert_norms(x, w_in, w_out, b_out=bias, activation=activation, backend=target.backend)
+        return mk.expert_norms(x, w_in, w_out, b_in=b_in, b_out=bias, activation=activation, backend=target.backend)
 
     got = results(norms, leaves, torch.ones(plan.num_tokens, 5))
     # An expert's output is b_out = (1, 0, ...): the gradient of its norm is 1 in the first column, 0 in the others.
-    assert_equal_but_for_rounding(got["x"], torch.full((plan.num_tokens, 1), 5 * 16 * SLOPE_AT_0[activation]))
+    assert_equal_but_for_rounding(got["x"], torch.full((plan.num_tokens, 1), 5 * hidden * SLOPE_AT_0[activation]))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -100,9 +101,10 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
     if target.compiles and gathered == (activation == "gelu"):
         pytest.skip("Triton compiles two cases: gelu without a gather, swiglu with it")
     dtype = finest(target)
-    sizes = (170, 150, 140, 2) if target.interpreted else (601, 299, 282, 2)
+    # Triton's tiles here are 64 by up to 64, and it compiles one kernel for 5 to 8 experts.
+    sizes, shares = ((170, 149, 142, 5), (3, 2, 0, 0, 0)) if target.compiles else ((601, 299, 282, 2), (3, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(check.__globals__["ROUTINGS"], "two", (3, 2))
+        patch.setitem(check.__globals__["ROUTINGS"], "two", shares)
         check(target, dtype, "two", sizes, activation, gathered)
 
 
@@ -112,7 +114,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
-        sizes = sizes[transposed::2]  # to save compilations
+        sizes = sizes[transposed:][:1]  # to save compilations
     for din, dout in sizes:
         leaves = {
             "x": torch.randn(40, din, device=device).to(dtype),
@@ -172,9 +174,10 @@ def test_operands_of_an_expert_mlp_that_are_views(target, moved):
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
-    dout = 12 if moved == "aligned gradient" and not target.compiles else 16
+    dout = 18 if target.compiles else 12 if moved == "aligned gradient" else 16
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=dout), torch.randn(plan.num_tokens, dout)
-    places = {"far apart": lambda x: far_apart(x, (2**30 - 4, 1)), "contiguous": behind_one}
+    apart = 2**30 - (5 if target.compiles else 4)  # with Triton no multiple of 4: see leaves_of
+    places = {"far apart": lambda x: far_apart(x, (apart, 1)), "contiguous": behind_one}
     places["aligned gradient"] = lambda x: torch.cat([x, torch.full_like(x[:, :4], math.nan)], 1)[:, :dout]
     of = {"gradient": (), "aligned gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
     place = places.get(moved, padded)
@@ -259,10 +262,11 @@ def test_the_expert_of_a_tile_is_found_among_many(target, monkeypatch, experts, 
 def test_each_gradient_alone_is_the_same(target, activation):
     dtype, device, offsets = finest(target), target.device, offsets_of("adversarial", 30, target.device)
     token = torch.randint(-1, 15, (30,), device=device)
+    din, dout = (33, 70) if target.compiles else (16, 24)  # Triton has compiled the former for other tests
     leaves = {
-        "x": torch.randn(15, 16, device=device).to(dtype),
-        "weight": torch.randn(5, 16, 24, device=device).to(dtype),
-        "bias": torch.randn(5, 24, device=device).to(dtype),
+        "x": torch.randn(15, din, device=device).to(dtype),
+        "weight": torch.randn(5, din, dout, device=device).to(dtype),
+        "bias": torch.randn(5, dout, device=device).to(dtype),
     }
 
     def call(x, weight, bias):
@@ -270,7 +274,7 @@ def test_each_gradient_alone_is_the_same(target, activation):
             x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=target.backend
         )
 
-    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()
+    grad = torch.randn(dout // 2 if activation == "swiglu" else dout, 30, device=device).to(dtype).t()
     together = results(call, leaves, grad)
     alone = each_alone(call, leaves, grad)
     assert all(torch.equal(each, together[name]) for name, each in alone.items())
@@ -284,7 +288,7 @@ def test_each_gradient_of_an_expert_mlp_alone_is_the_same(target, activation):
     def call(**given):
         return mk.expert_mlp(plan=plan, activation=activation, backend=target.backend, **given)
 
-    grad = torch.randn(10, plan.num_tokens, device=target.device).to(dtype).t()
+    grad = torch.randn(18, plan.num_tokens, device=target.device).to(dtype).t()
     together = results(call, leaves, grad)
     alone = each_alone(call, leaves, grad)
     for name, each in alone.items():

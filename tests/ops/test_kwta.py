@@ -58,7 +58,10 @@ def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
     if target.backend == "cuda":
         return [*found, (1, 1), (64, 21)]
-    return found + [[(1, 1)], [(64, 21)], []][(DTYPES.index(dtype) + TIES.index(ties)) % 3]
+    # Triton compiles two kernels for each length. Those of float16 differ from bfloat16's only in conversions.
+    if dtype == torch.float16:
+        return found
+    return found + {"index": [(1, 1)], "strict" if dtype == torch.float32 else "all": [(64, 21)]}.get(ties, [])
 
 
 @pytest.mark.parametrize("ties", TIES)
@@ -84,18 +87,31 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
         assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), expected), (n, k)
 
 
+def one_output(n: int, dtype: torch.dtype) -> str:
+    """What Triton's kernel writes, which compiles another for each output: if tests/machine has one, what that has."""
+    if n == 4096 or (n, dtype) == (32768, torch.bfloat16):
+        return "bits"
+    if n in (1000, 1024):
+        return "values"
+    return "mask" if (n // 1000 + (dtype == torch.float32)) % 2 else "values"
+
+
 @pytest.mark.parametrize("n", [1000, 1024, 1025, 4096, 5000, 16384, 32768, 33000])
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
-        writes_mask = (n // 1000 + (dtype == torch.float32)) % 2  # of the two kernels that Triton would compile
+        outputs = ("mask", "values") if not target.compiles else (one_output(n, dtype),)
         x = torch.stack([ROWS[kind](n) for kind in kinds]).to(dtype).to(target.device)
         for k in (n // 10,) if target.executed else (n // 10, n // 2, n - 1):
-            if not target.compiles or writes_mask:
+            if "mask" in outputs:
                 expected = mk.kwta_mask(x, k, backend="reference")
                 assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected)
-            if not target.compiles or not writes_mask:
+            if "values" in outputs:
                 assert same_bits(mk.kwta(x, k, backend=target.backend), mk.kwta(x, k, backend="reference"))
+            if "bits" in outputs:
+                (y, bits), expected = (mk.kwta_bits(x, k, backend=name) for name in (target.backend, "reference"))
+                assert same_bits(y, expected[0])
+                assert torch.equal(bits, expected[1])
 
 
 def test_a_thousand_rows_agree_between_cpu_and_cuda():
@@ -128,16 +144,17 @@ def test_any_row_on_the_cpu(row, data):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_goes_to_winners_alone(target, dtype):
-    x = torch.randint(-3, 4, (2, 3, 45)).to(dtype).to(target.device).requires_grad_()
+    x = torch.randint(-3, 4, (2, 3, 29)).to(dtype).to(target.device).requires_grad_()
     values = torch.randn_like(x).requires_grad_()
     grad = torch.full_like(x, NAN)  # a product with the mask would be NaN
-    mask = mk.kwta_mask(x, 20, backend="reference")
+    mask = mk.kwta_mask(x, 13, backend="reference")
     grad[mask] = torch.randn_like(grad)[mask]
     expected = torch.where(mask, grad, 0)
-    (dx,) = torch.autograd.grad(mk.kwta(x, 20, backend=target.backend), x, grad)
-    assert same_bits(dx, expected)
+    if not (target.compiles and dtype == torch.float16):  # in Triton the same code as with bfloat16
+        (dx,) = torch.autograd.grad(mk.kwta(x, 13, backend=target.backend), x, grad)
+        assert same_bits(dx, expected)
     dx, dvalues = torch.autograd.grad(
-        mk.kwta(x, 20, values=values, backend=target.backend), (x, values), grad, allow_unused=True
+        mk.kwta(x, 13, values=values, backend=target.backend), (x, values), grad, allow_unused=True
     )
     assert dx is None
     assert same_bits(dvalues, expected)
@@ -188,6 +205,8 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
     if target.executed:
         shapes = shapes[TIES.index(ties) :: 3]
+    if target.compiles and dtype == torch.bfloat16:
+        shapes = shapes[:1]  # longer rows among NaN: test_kwta_edges.py
     for n, k in shapes:
         x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
         mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
@@ -238,7 +257,8 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 @pytest.mark.slow
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 2 GiB
     row = torch.randn(16384).bfloat16()
     x = row.expand(2**17 + 1, -1)
     assert x.numel() > 2**31
@@ -338,8 +358,9 @@ def test_none_and_all_win_rows_of_one_sign(target, ties):
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):
         values = x.to(dtype).to(target.device)
-        assert not mk.kwta(values, 0, ties=ties, backend=target.backend).any()
-        assert same_bits(mk.kwta(values, 33, ties=ties, backend=target.backend), values)
+        other = values.clone() if target.compiles else None  # Triton has compiled the kernel that reads `values`
+        assert not mk.kwta(values, 0, values=other, ties=ties, backend=target.backend).any()
+        assert same_bits(mk.kwta(values, 33, values=other, ties=ties, backend=target.backend), values)
 
 
 @pytest.mark.parametrize("ties", TIES)

@@ -43,7 +43,7 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
 
 
 @pytest.mark.parametrize(
-    "shape", ["B=128 n=4", "B=32 n=8", "B=4 n=16 R=50", "B=4 n=17 R=50", "B=1 n=50 R=50", "B=1 n=64 R=50", "B=1 n=256"]
+    "shape", ["B=128 n=4", "B=32 n=8", "B=4 n=16 R=50", "B=4 n=17 R=50", "B=2 n=56 R=50", "B=2 n=64 R=50", "B=1 n=256"]
 )
 def test_few_instructions_of_an_element_and_iteration(backend, shape):
     """Of forward and backward at tau = 1. Few of them are in float64, whose rate is low on many GPUs."""
@@ -54,9 +54,9 @@ def test_few_instructions_of_an_element_and_iteration(backend, shape):
     counts = [counters.count(each)["instructions"] for each in results]
     work = sizes["B"] * sizes["n"] ** 2 * sizes["R"]
     n = sizes["n"]
-    limits = {4: (30, 12.5), 8: (60, 18), 16: (23, 3.8), 17: (62, 11), 50: (30, 4.3), 64: (16, 2.4), 256: (60, 5)}
+    limits = {4: (30, 12.5), 8: (60, 18), 16: (23, 3.8), 17: (62, 11), 56: (24, 3.5), 64: (16, 2.4), 256: (60, 5)}
     if backend == "cuda":
-        limits |= {4: (30, 16), 16: (23, 5), 17: (70, 16), 50: (30, 6), 64: (16, 3.2)}
+        limits |= {4: (30, 16), 16: (23, 5), 17: (70, 16), 56: (22, 4.7), 64: (16, 3.2)}
     if backend == "triton" and triton_launch.release() == (3, 6):
         limits |= {256: (60, 7)}
     assert sum(sum(each.values()) for each in counts) <= limits[n][0] * work

@@ -101,6 +101,8 @@ def test_five_experts_by_hand(target):
         "bert": lambda p: p + 1e-6 if p >= 1e-5 else 0.0,
     }
     for (split, leaf), parity in itertools.product(cases, PARITIES):
+        if target.compiles and len(split) == 1 and parity is not None:
+            continue  # test_tree_gate_edges.py has one tree with a parity mode, to save compilations
         arguments = identity(*(torch.tensor([each], dtype=dtype, device=target.device) for each in (split, leaf)))
         gates, probs = mk.tree_gate(**arguments, gamma=1.0, parity=parity, backend=target.backend)
         expected = torch.tensor(gates_by_hand(split, leaf, 1.0, weighers[parity]), dtype=torch.float64)
@@ -124,7 +126,8 @@ def test_gates_and_gradients(target, dtype, parity):
     if target.compiles:
         if parity is not None and dtype != torch.float32:
             pytest.skip("kernels use the constants of a parity mode in float32, whatever the dtype")
-        sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
+        # In 16 bits also test_products_and_tree_in_one_kernel, of up to 64 experts.
+        sizes = {torch.float32: sizes, torch.bfloat16: sizes[1:2], torch.float16: sizes[0:1]}[dtype]
     for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size

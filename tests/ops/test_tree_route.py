@@ -160,7 +160,11 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     places = [("x", place) for place in (torch.clone, framed, padded, shifted, far_apart)]
     of_trees = [(name, place) for name in arguments if name != "x" for place in (behind_one, padded)]
+    # For each tensor that starts one element later Triton compiles a kernel: it does so for one tensor of each sizes.
+    moved = ("split_weight", "x", "leaf_weight", "split_bias", "leaf_bias")[[*SIZES, *LONG].index(sizes) % 5]
     for name, place in (*places, *of_trees):
+        if target.compiles and place in (shifted, behind_one) and name != moved:
+            continue
         got = mk.tree_route(**arguments | {name: place(arguments[name])}, gamma=1.0, backend=target.backend)
         assert torch.equal(got[1], expected[1])
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)

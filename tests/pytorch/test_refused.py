@@ -49,20 +49,22 @@ def shorter(name: str) -> mk.RoutingPlan:
     return replace(a_plan(), **{name: getattr(a_plan(), name)[:-1].contiguous()})
 
 
-# By name: plans that do not fit T tokens. num_tokens is a constant of a program, so these plans keep it.
+# By name: plans that do not fit T tokens. num_tokens is a constant of a program, so these plans keep it. First those
+# with the sizes of the plan for which a program was compiled: after another's error in a new compilation torch.compile
+# gives the program up, and compiles its functions, also those of operators, one by one.
 PLANS: dict[str, Callable[[], mk.RoutingPlan]] = {
-    "of more tokens": lambda: replace(a_plan(T + 1), num_tokens=T),
-    "of fewer tokens": lambda: replace(a_plan(T - 1), num_tokens=T),
     "row_token edited": lambda: holding("row_token", 3, T),
     "row_token huge": lambda: holding("row_token", 3, 10**8),
     "slot_row edited": lambda: holding("slot_row", 3, T * K),
     "slot_row below": lambda: holding("slot_row", 3, -2),
     "expert_offsets past the end": lambda: holding("expert_offsets", -1, T * K + 1),
+    "a used row that nobody fills": lambda: holding("slot_row", 3, -1),
+    "a row that two choices fill": lambda: holding("slot_row", 3, 0),
+    "of more tokens": lambda: replace(a_plan(T + 1), num_tokens=T),
+    "of fewer tokens": lambda: replace(a_plan(T - 1), num_tokens=T),
     "row_token shorter": lambda: shorter("row_token"),
     "slot_row shorter": lambda: shorter("slot_row"),
     "expert_offsets empty": lambda: replace(a_plan(), expert_offsets=torch.empty(0, dtype=torch.int32)),
-    "a used row that nobody fills": lambda: holding("slot_row", 3, -1),
-    "a row that two choices fill": lambda: holding("slot_row", 3, 0),
 }
 
 

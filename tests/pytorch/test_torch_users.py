@@ -16,6 +16,7 @@ import moe_kernels as mk
 import moe_kernels.nn as mnn
 from moe_kernels.backends import cpu
 from moe_kernels.ops.kwta import kwta_apply, pack_bits
+from tests.helpers import forked
 from tests.helpers.layers import LAYERS
 
 D, E, H = 8, 4, 16
@@ -55,16 +56,15 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor, hook: Callable[[Tensor], 
     return torch.autograd.grad(y.square().sum(), x)[0]
 
 
-@pytest.mark.parametrize("first", ["moe_kernels", "torch.utils.flop_counter", "looked for"])
-def test_flops_are_counted_whichever_is_imported_first(first):
-    code = f"import importlib.util, torch, {'moe_kernels' if first == 'looked for' else first}\n"
-    if first == "looked for":
-        code += "importlib.util.find_spec('torch.utils.flop_counter')\n"
-    code += "import moe_kernels as mk; from torch.utils.flop_counter import FlopCounterMode\n"
-    code += "with FlopCounterMode(display=False) as counter: mk.kwta(torch.randn(4, 50), 5, backend='cpu')\n"
-    code += "print(counter.get_total_flops())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "200"
+def test_flops_are_counted_whichever_is_imported_first():
+    count = "import moe_kernels as mk; from torch.utils.flop_counter import FlopCounterMode\n"
+    count += "with FlopCounterMode(display=False) as counter: mk.kwta(torch.randn(4, 50), 5, backend='cpu')\n"
+    count += "print(counter.get_total_flops())"
+    looked_for = "import moe_kernels; importlib.util.find_spec('torch.utils.flop_counter')"
+    firsts = ("import moe_kernels", "import torch.utils.flop_counter", looked_for)
+    programs = [f"import importlib.util, sys, torch\n{first}\n{count}" for first in firsts]
+    neither = "import torch, sys; assert not {'moe_kernels', 'torch.utils.flop_counter'} & set(sys.modules)"
+    assert forked.outputs(neither, programs) == ["200\n"] * 3
 
 
 def test_a_profiler_sees_the_operators():

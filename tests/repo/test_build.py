@@ -37,6 +37,7 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
     compiler = os.environ.get("CXX", "g++")
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
+    write_program(folder / "idle_cxx", touch)  # makes empty files
     # reading_cxx only preprocesses (-E), which needs every included file. It does not link: it makes empty files.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
     # cuda_cxx compiles csrc/cuda/module.cpp and links the CUDA module. Its other outputs are empty files.
@@ -97,18 +98,20 @@ def leave_modules(folder: Path, *suffixes: str) -> None:
 
 
 def test_a_stale_module_is_not_in_the_wheel(checkout):
-    build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="0")
+    idle = {"MOE_KERNELS_CUDA": "0", "CXX": str(checkout / "idle_cxx")}
+    build(checkout, "setup.py", "build_ext", **idle)
     (built,) = (checkout / "build").glob("lib*/moe_kernels")
     for folder in (checkout / "moe_kernels", built):
         leave_modules(folder, SUFFIX, OTHER, ".so")
-    names = wheel(checkout, checkout, MOE_KERNELS_CUDA="0")
+    names = wheel(checkout, checkout, **idle)
     assert [name for name in names if name.endswith(".so")] == [f"moe_kernels/_cpu{SUFFIX}"]
     assert {"moe_kernels/ops/kwta.py", "python_ref/kwta.py"} <= names
 
 
 def test_a_build_in_place_leaves_the_modules_of_other_pythons(checkout):
     leave_modules(checkout / "moe_kernels", SUFFIX, OTHER, ".so")
-    done = build(checkout, "setup.py", "build_ext", "--inplace", MOE_KERNELS_CUDA="0")
+    idle = {"MOE_KERNELS_CUDA": "0", "CXX": str(checkout / "idle_cxx")}
+    done = build(checkout, "setup.py", "build_ext", "--inplace", **idle)
     assert done.returncode == 0, done.stderr
     left = sorted(path.name for path in (checkout / "moe_kernels").glob("*.so"))
     # Modules that this Python would import and this build did not make are gone.

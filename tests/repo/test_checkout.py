@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -30,24 +30,14 @@ def describe(file: Path) -> None:
     file.write_text("Metadata-Version: 2.4\nName: moe_kernels\nVersion: 0.2.0\n")
 
 
-def warning(checkout: Path, installed: Path) -> str:
-    """What importing the package in the checkout prints to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import moe_kernels"],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def test_a_checkout_that_hides_the_installed_package_says_so(checkout: Path, tmp_path: Path) -> None:
     describe(tmp_path / "moe_kernels-0.2.0.dist-info" / "METADATA")
-    assert warning(checkout, tmp_path) == ""  # the installed package is not compiled for this Python either
-    (tmp_path / "moe_kernels").mkdir()
-    (tmp_path / "moe_kernels" / f"_cpu{SUFFIX}").touch()
-    said = warning(checkout, tmp_path)
+    compiled = tmp_path / "moe_kernels" / f"_cpu{SUFFIX}"
+    compile_it = f"from pathlib import Path; p = Path({str(compiled)!r}); p.parent.mkdir(); p.touch()"
+    load = "import sys; sys.stderr = sys.stdout; import moe_kernels"
+    programs = [load, f"{compile_it}; {load}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    nothing, said = forked.outputs("import torch", programs, cwd=checkout, env=environment)
+    assert nothing == ""  # the installed package is not compiled for this Python either
     assert "which has no compiled kernels and hides the installed package" in said
     assert "run Python in another folder, or build in the checkout with pip install -e ." in said
