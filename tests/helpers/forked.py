@@ -10,7 +10,7 @@ from typing import Any
 
 # Output comes in the order of the programs, as each is waited for.
 _RUN = """
-import json, os, sys
+import json, os, sys, traceback
 shared, *programs = json.loads(sys.stdin.read())
 exec(shared, {"__name__": "__main__"})
 for program in programs:
@@ -19,8 +19,8 @@ for program in programs:
     if child == 0:
         try:
             exec(program, {"__name__": "__main__"})
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}")
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
         finally:
             sys.stdout.flush()
             os._exit(0)
@@ -29,7 +29,7 @@ for program in programs:
 
 
 def outputs(shared: str, programs: Sequence[str], **options: Any) -> list[str]:
-    """What each program prints, and the error that ends it.
+    """What each program prints, and the traceback of an error that ends it.
 
     A new process runs `shared`, such as an import of torch, for 2 s of processor time. Each program then runs in a
     fork of it. options: those of subprocess.run.

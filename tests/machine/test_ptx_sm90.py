@@ -74,9 +74,8 @@ def test_grouped_gemm(kind, dtype, gathered):
     assert forward.grid[0] == (rows // tile[0] + experts + 1) * -(-columns // tile[1])
 
 
-@pytest.mark.parametrize("dtype", [BF16], ids=str)
-def test_few_rows_without_gradients(dtype):
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((150, 208), (5, 208, 144), (5, 144)))
+def test_few_rows_without_gradients():
+    x, weight, bias = (torch.randn(shape).to(BF16) for shape in ((150, 208), (5, 208, 144), (5, 144)))
     given = x, weight.div_(208**0.5), offsets_of("zipf", 150)
     with session.recorded() as launches:
         got = mk.grouped_gemm(*given, bias=bias, activation="gelu", backend="triton")
@@ -97,7 +96,7 @@ def test_float32(kind):
     assert "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32" in opcodes(launches)  # three TF32 products
 
 
-@pytest.mark.parametrize("width", [(40, 72)])
+@pytest.mark.parametrize("width", [(40, 72), (33, 70)])
 def test_tf32(width, tf32):
     """TF32 products are float32 products of operands without their lower 13 bits."""
     offsets = offsets_of("zipf", 150)

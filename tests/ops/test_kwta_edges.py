@@ -17,27 +17,20 @@ SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61,
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
 
-def written(place: str, i: int, small: bool) -> tuple[str, ...]:
-    """What Triton's kernel writes for the i-th of the lengths in a place. Triton compiles a kernel for each output and
-    power of two of the length: most of those that this chooses are compiled for other tests too."""
-    at = list(PLACES).index(place)
-    return (OUTPUTS[((0, 1, 1, 1)[at] + i) % 3 if small else ((0, 2, 1, 1)[at] - i) % 3],)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
         pytest.skip("float16 rows are read in the same vectors as bfloat16 rows: one place and short rows are enough")
-    small = sizes is SMALL
     if target.compiles:
         if dtype == torch.float16:
             pytest.skip("Triton's float16 code differs only in how it converts elements, which test_kwta.py tests")
         place_and_dtype = 2 * list(PLACES).index(place) + (dtype == torch.bfloat16)
-        sizes = sizes[place_and_dtype::8] if small else sizes[place_and_dtype // 2 :: 4]
+        sizes = sizes[place_and_dtype::8] if sizes is SMALL else sizes[place_and_dtype // 2 :: 4]
     for i, n in enumerate(sizes):
-        ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE[1:]
+        outputs = (OUTPUTS[(i + list(PLACES).index(place)) % 3],) if target.compiles else OUTPUTS
+        ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
         x, values, grad = (
@@ -47,7 +40,7 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
         if target.backend == "cuda" and target.executed and n > 10000:  # slow: each k in two of the places
             ks = ks[list(PLACES).index(place) % 2 :][:1]
         for k in ks:
-            check(target, x, k, ties, values, grad, written(place, i, small) if target.compiles else OUTPUTS)
+            check(target, x, k, ties, values, grad, outputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

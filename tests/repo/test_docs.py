@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import importlib
 import os
@@ -18,6 +17,7 @@ import pytest
 import moe_kernels as mk
 from bench import ledger
 from moe_kernels import nn
+from tests.helpers import forked
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
@@ -28,46 +28,27 @@ def program(page: Path) -> str:
     return "\n".join(CODE.findall(page.read_text()))
 
 
-# Runs each program of the command line in its folder, in a process forked for it: only the imports of torch and
-# moe_kernels, 2 s, are shared. What a program prints goes into its folder's file `printed`.
-RUN_EACH = """
-import os, runpy, sys, traceback
-import torch, moe_kernels
-
-statuses = []
-for path in sys.argv[1:]:
-    if not (child := os.fork()):
-        status = 1
-        try:
-            os.chdir(os.path.dirname(path))
-            file = os.open("printed", os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, 1), os.dup2(file, 2)
-            sys.argv = [path]
-            runpy.run_path(path, run_name="__main__")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(status)
-    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(statuses)
-"""
+# Ended by something else, a program has not printed END.
+RUN = """import os, runpy
+os.chdir({0!r})
+runpy.run_path("tutorial.py", run_name="__main__")
+print("END")"""
 
 
 def test_the_code_of_the_tutorials_runs(tmp_path: Path) -> None:
     pages = [page for page in PAGES if page.parent.name == "tutorials"]
-    folders = [tmp_path / page.stem for page in pages]
-    for page, folder in zip(pages, folders, strict=True):
+    programs = []
+    for page in pages:
+        folder = tmp_path / page.stem
         folder.mkdir()
         (folder / "tutorial.py").write_text(program(page))
-    run = [sys.executable, "-c", RUN_EACH, *(str(folder / "tutorial.py") for folder in folders)]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=_environment())
-    assert done.returncode == 0, done.stderr[-4000:]
-    statuses = ast.literal_eval(done.stdout)
-    assert len(statuses) == len(pages) > 4
-    failed = [folder for folder, status in zip(folders, statuses, strict=True) if status]
-    assert not failed, "\n".join(f"{each.name}: {(each / 'printed').read_text()[-4000:]}" for each in failed)
+        programs.append(RUN.format(str(folder)))
+    printed = forked.outputs("import torch, moe_kernels", programs, timeout=280, env=_environment())
+    failed = [
+        f"{page.stem}: {text[-4000:]}" for page, text in zip(pages, printed, strict=True) if not text.endswith("END\n")
+    ]
+    assert not failed, "\n".join(failed)
+    assert len(pages) > 4
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ class Module(Launchers):
                     file.write(struct.pack("<2Q", start, size) + ctypes.string_at(start, size))
             server = _server(self._replay)
             print(call, file=server.stdin, flush=True)
-            status = int(server.stdout.readline())
+            line = server.stdout.readline()
+            assert line, f"the process that runs calls ended with status {server.wait()}"
+            status = int(line)
             if status == -signal.SIGALRM:
                 return f"did not end within {_TIMEOUT_SECONDS} s"
             if status:
