@@ -27,8 +27,9 @@ endif
 
 .PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build extension clean
 
-# With this setting glibc requests huge pages for its allocations, and Triton's compiler takes a tenth less time.
-quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# glibc then requests huge pages for its allocations, and threads keep the small chunks that they free: Triton's
+# compiler takes a tenth less time with the first and 5 % less with the second.
+quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=65535
 # Tests start some 150 processes, each of which would compile this checkout's Python again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 

@@ -139,7 +139,7 @@ def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
         found[name] = {"origin": origin(launch, backend)}
         if found[name]["origin"] not in known:
             built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
-            usage, codes[name] = assembled(built.asm["ptx"], launch, backend)
+            usage, codes[name] = assembled(built.kernel.decode(), launch, backend)
             found[name] |= {**usage, "shared": built.metadata.shared}
     listings = instructions([*codes.values()], capability) if codes else []
     for name, listed in zip(codes, listings, strict=True):

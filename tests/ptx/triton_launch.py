@@ -7,6 +7,7 @@ Triton's JITFunction.run does everything up to the launch, with `Driver` below. 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import re
@@ -175,13 +176,38 @@ def _locked_compile(compile: Any) -> Any:
     return locked
 
 
+def _without_verifier() -> None:
+    """MLIR no longer checks the program after each of some 65 passes, which takes a third of a compilation's time.
+
+    Triton has no option for it, but exports MLIR's PassManager::enableVerifier. Its objects, since Triton 3.9 those of
+    nanobind, have the offset of the C++ object after Python's header. The PTX is the same.
+    """
+    from triton._C import libtriton
+
+    made = libtriton.ir.pass_manager
+    if type(made).__module__ != "nanobind":
+        return
+    enable = ctypes.CDLL(libtriton.__file__)["_ZN4mlir11PassManager14enableVerifierEb"]
+    enable.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+
+    def unverified(context: Any) -> Any:
+        manager = made(context)
+        place = id(manager)
+        enable(place + ctypes.c_int32.from_address(place + object.__basicsize__).value, False)
+        return manager
+
+    libtriton.ir.pass_manager = unverified
+
+
 @functools.cache
 def share_compilations() -> None:
     """From here on compilations of this process stop at PTX, and processes share the compiled kernels."""
     import triton
     import triton.compiler
 
+    _without_verifier()
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
+    triton.knobs.compilation.store_binary_only = True  # not the 270 KB of other forms of a kernel
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
     triton.compiler.compile = _locked_compile(triton.compiler.compile)
 
