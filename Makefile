@@ -27,9 +27,6 @@ endif
 
 .PHONY: quick test fuzz bench gpu visible_gpu baseline regression docs lint dist hub matrix build extension clean
 
-# glibc then requests huge pages for its allocations, and threads keep the small chunks that they free: Triton's
-# compiler takes a tenth less time with the first and 5 % less with the second.
-quick test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=65535
 # Tests start some 150 processes, each of which would compile this checkout's Python again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
@@ -94,14 +91,14 @@ hub: $(READY)
 matrix:
 	$(PYTHON) -m release.matrix --write $(MATRIX)
 
-# The build needs three of the packages; it runs while pip, which uses one core, installs the rest. Without MAKEFLAGS ninja
-# does not look for a job server of make.
+# The build needs three of the packages; it runs while pip, which uses one core, installs the rest, and with nice leaves
+# that core to it. Without MAKEFLAGS ninja does not look for a job server of make.
 build: $(BUILD_TOOLS)
 	@$(MAKE) --no-print-directory -s -j2 extension $(READY)
 
 extension: $(BUILD_TOOLS)
 	$(if $(wildcard build/temp*),,@echo compiling csrc: about two minutes on two cores)
-	MAKEFLAGS= $(RUN) setup.py build_ext --inplace
+	MAKEFLAGS= nice $(RUN) setup.py build_ext --inplace
 
 $(VENV)/build-tools: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
