@@ -179,3 +179,19 @@ def test_random_sizes_compile_no_more_after_the_first_steps(case):
     compiled = [index // per_step for index, each in enumerate(found) if each["compiles"]]
     assert len(compiled) <= 12, len(compiled)
     assert max(compiled) < 20
+
+
+def test_a_stage_that_leaves_an_invalid_program_is_named():
+    from triton._C.libtriton import ir
+
+    from tests.ptx.triton_launch import verified
+
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = ir.builder(context)
+    module = builder.create_module()
+    function = builder.get_or_insert_function(module, "f", builder.get_function_ty([], []), "private", False)
+    module.push_back(function)
+    assert verified("ttir", lambda module, _: module)(module, {}) is module
+    with pytest.raises(RuntimeError, match="ttgir: after"):
+        verified("ttgir", lambda module, _: function.add_entry_block())(module, {})  # a block without a terminator

@@ -155,12 +155,26 @@ class Driver:
         return torch.device("cpu")
 
 
+def verified(name: str, stage: Any) -> Any:
+    """The stage of a compilation, with the verifier that _without_verifier takes from its passes after the last."""
+
+    def run(module: Any, metadata: Any) -> Any:
+        made = stage(module, metadata)
+        if not module.verify():
+            raise RuntimeError(f"{name}: after Triton's passes the program is not valid")
+        return made
+
+    return run
+
+
 def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
     """Hook of Triton. Without arguments it returns parts of the cache's key, else it replaces the last stage of a
-    compilation, which would make machine code."""
+    compilation, which would make machine code, and verifies the program after each of MLIR's."""
     if not arguments:
         return "PTX is the binary", "PTX is the binary"
     _, stages, *_ = arguments
+    for name in ("ttir", "ttgir", "llir"):
+        stages[name] = verified(name, stages[name])
     stages["cubin"] = lambda text, metadata: text.encode()
     return None
 
@@ -177,7 +191,7 @@ def _locked_compile(compile: Any) -> Any:
 
 
 def _without_verifier() -> None:
-    """MLIR no longer checks the program after each of some 65 passes, which takes a third of a compilation's time.
+    """MLIR no longer verifies the program after each of some 65 passes, which takes a third of a compilation's time.
 
     Triton has no option for it, but exports MLIR's PassManager::enableVerifier. Its objects, since Triton 3.9 those of
     nanobind, have the offset of the C++ object after Python's header. The PTX is the same.
