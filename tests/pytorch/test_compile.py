@@ -43,6 +43,11 @@ def test_a_compiled_layer_is_the_layer(name, training):
     assert_close(found(compiled, made.parameters()), expected)
 
 
+# With dynamic=True torch traces a layer with its floats as symbols, makes them constants after all and traces it again:
+# .7 s more. So it does here where floats reach an operator, a loss or a capacity; elsewhere it traces once.
+SYMBOLIC_FLOATS = ("topk", "tree", "capacity", "priority")
+
+
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ON_THE_HOST])
 def test_one_graph_serves_every_number_of_tokens(name):
     torch._dynamo.reset()
@@ -53,7 +58,8 @@ def test_one_graph_serves_every_number_of_tokens(name):
     for size in (9, 4, 7):
         expected = found(made, made.parameters(), size)
         made.load_state_dict(state)
-        assert_close(found(compiled, made.parameters(), size), expected)
+        with torch._dynamo.config.patch(specialize_float=name not in SYMBOLIC_FLOATS, error_on_recompile=size != 9):
+            assert_close(found(compiled, made.parameters(), size), expected)
 
 
 def shared():
