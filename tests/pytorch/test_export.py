@@ -26,10 +26,14 @@ def test_an_exported_layer_is_the_layer(name, training, strict):
     tokens = torch.export.Dim("tokens", min=4 if name == "expert choice" else 2, max=4096)
     shapes = {"x": {0: tokens}, "ids": {0: tokens}}
     program = torch.export.export(made, inputs(8), dynamic_shapes=shapes, strict=strict)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    for exported in (program.module(), torch.export.load(file).module()):
+    programs = [program]
+    # In evaluation programs have nodes of the same kinds, except that of "stable".
+    if (training and not strict) or name == "stable":
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        programs.append(torch.export.load(file))
+    for exported in (each.module() for each in programs):
         own = dict(exported.named_parameters())
         for count in (8, 4, 21):
             expected = found(made, made.parameters(), count)
