@@ -99,6 +99,8 @@ def main() -> None:
     for line in sys.stdin:
         module, check, ranks, *arguments = line.split()
         distributed = not getattr(MODULES[module], "OWN_PROCESS_GROUP", False)
+        if not distributed:
+            MODULES[module].before_fork()
         group = groups.pop(int(ranks), None) if distributed else None
         group = group or Group(int(ranks), distributed)
         errors = group.run(module, check, arguments)
