@@ -28,7 +28,7 @@ def rows_that_differ(
     call(*inputs) returns tensors with a row for each row of the inputs. Rows of the results count, and of the gradients
     to floating-point inputs, for random gradients of the results. backward runs outside of the block batch_invariant.
     """
-    total = len(inputs[0])
+    total, grads = len(inputs[0]), list[Tensor]()  # grads: of all rows
 
     def results(part: slice) -> list[Tensor]:
         given = [each[part].detach().clone().requires_grad_(gradients and each.is_floating_point()) for each in inputs]
@@ -37,10 +37,11 @@ def rows_that_differ(
         differentiable = [each for each in found if each.requires_grad]
         if not differentiable:
             return found
-        generator = torch.Generator().manual_seed(0)
-        grads = [torch.randn(total, *each.shape[1:], generator=generator)[part].to(each) for each in differentiable]
+        if not grads:
+            generator = torch.Generator().manual_seed(0)
+            grads.extend(torch.randn(each.shape, generator=generator).to(each) for each in differentiable)
         leaves = [each for each in given if each.requires_grad]
-        into = torch.autograd.grad(differentiable, leaves, grads, allow_unused=True)
+        into = torch.autograd.grad(differentiable, leaves, [each[part] for each in grads], allow_unused=True)
         return [each.detach() for each in (*found, *into) if each is not None]
 
     whole, differ = results(slice(None)), {}

@@ -89,9 +89,9 @@ def inputs(dtype):
     return torch.randn(T, D, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(T) % 3
 
 
-@pytest.mark.parametrize("training", [True, False])
+# The gate computes in float32 whatever the dtype of x, so evaluation differs from training in float32 alone.
+@pytest.mark.parametrize(("dtype", "training"), [*((dtype, True) for dtype in DTYPES), (torch.float32, False)], ids=str)
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates(name, dtype, training):
     layer = layer_of(name).to(dtype).train(training)
     assert rows_that_differ(call_of(layer), *inputs(dtype), sizes=FEW) == {}

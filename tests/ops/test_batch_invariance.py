@@ -85,7 +85,7 @@ def test_products(dtype, size, transposed):
     arguments["some_norms"] = x, random(T, E) > random(T, 1)
     for name, call in experts_of(size, dtype, transposed).items():
         given = arguments.get(name, (x, choices(), share))
-        sizes = (1, 2, 3, 4, 5, 17, 33, 100) if size == SMALL else FEW
+        sizes = (1, 2, 3, 4, 5, 17, 33, 100) if size == SMALL else (1, 2, 5, 100)
         assert rows_that_differ(call, *given, sizes=sizes) == {}, name
 
 
