@@ -34,7 +34,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sinkhorn": lambda x: mk.sinkhorn(x, 5),
     "sinkhorn tolerance": lambda x: mk.sinkhorn(x, 5, tolerance=1e-3),
     "sinkhorn sums": lambda x: mk.sinkhorn(x, 5, rows=(r := x.abs().sum(-1) + 1), columns=r.flip(-1)),
-    "sinkhorn implicit": lambda x: mk.sinkhorn(x, 40, gradient="implicit"),
+    "sinkhorn implicit": lambda x: mk.sinkhorn(x / 4, 8, gradient="implicit"),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "grouped_gemm": lambda x: mk.grouped_gemm(x, SQUARE, OFFSETS, bias=SQUARE[0, :2], activation="gelu"),
@@ -63,7 +63,8 @@ def test_flops_are_counted_whichever_is_imported_first():
     looked_for = "import moe_kernels; importlib.util.find_spec('torch.utils.flop_counter')"
     firsts = ("import moe_kernels", "import torch.utils.flop_counter", looked_for)
     programs = [f"import importlib.util, sys, torch\n{first}\n{count}" for first in firsts]
-    neither = "import torch, sys; assert not {'moe_kernels', 'torch.utils.flop_counter'} & set(sys.modules)"
+    # FlopCounterMode imports torch._dynamo, for 1.1 s.
+    neither = "import torch._dynamo, sys; assert not {'moe_kernels', 'torch.utils.flop_counter'} & set(sys.modules)"
     assert forked.outputs(neither, programs) == ["200\n"] * 3
 
 
