@@ -17,7 +17,7 @@ CALLS = Path("tests/ptx/call.cpp")
 
 COMMON = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-ffp-contract=off"]
 COMMON += ["-fopenmp", "-fno-trapping-math", "-fno-math-errno"]
-SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZER_FLAGS = ["-O0", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 # Options of each instruction set, as in ISAS of setup.py, but without -mno-mmx for base.
