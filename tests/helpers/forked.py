@@ -10,9 +10,12 @@ from typing import Any
 
 # Output comes in the order of the programs, as each is waited for.
 _RUN = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 shared, *programs = json.loads(sys.stdin.read())
+gc.disable()
 exec(shared, {"__name__": "__main__"})
+gc.freeze()  # otherwise a collection in a fork copies the memory of all imports
+gc.enable()
 for program in programs:
     print(end="\\0", flush=True)
     child = os.fork()
