@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.helpers import forked
 from tests.helpers.layers import LAYERS, found
 from tests.helpers.targets import HAS_GPU, INTERPRET
 from tests.ptx import build as ptx
@@ -34,50 +34,56 @@ runs = pytest.mark.skipif(
 )
 
 
-def python(folder: Path, *words: str) -> str:
-    """Output of Python with this folder as Triton's. The tests' settings of Triton do not apply."""
+COMPILED = [  # operation, dtype, capability, and launches that then find nothing
+    ("dispatch", "float32", 80, None),
+    ("grouped_gemm", "bfloat16", 90, ("bfloat16", 80)),  # with tensor descriptors
+]
+
+
+def printed(folder: Path, programs: list[str]) -> list[str]:
+    """Output of programs in a new Python with this folder as Triton's. The tests' settings of Triton do not apply."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    shared = "from moe_kernels import precompile\nfrom moe_kernels.__main__ import main"
+    return forked.outputs(shared, programs, cwd=ROOT, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype", "capability", "other"),  # other: launches that find nothing
-    [
-        ("dispatch", "float32", 80, None),
-        ("grouped_gemm", "bfloat16", 90, ("bfloat16", 80)),  # with tensor descriptors
-    ],
-)
-def test_launches_find_what_was_compiled(op, dtype, capability, other, tmp_path):
-    """One process compiles. Another runs the command again, which finds all itself, and then launches."""
-    command = f"compile --target cuda:{capability} --op {op} --dtype {dtype} --small --jobs".split()
+def test_launches_find_what_was_compiled(tmp_path):
+    """One process compiles. Another runs the commands again, which find all themselves, and then launches."""
+    commands = [
+        f"compile --target cuda:{capability} --op {op} --dtype {dtype} --small --jobs".split()
+        for op, dtype, capability, _ in COMPILED
+    ]
     summary = re.compile(r"cuda:(\d+): (\d+) kernels: (\d+) compiled, (\d+) already there, 0 failed; \d+ s; (.*)\n")
-    first = summary.fullmatch(python(tmp_path, "-m", "moe_kernels", *command, "2"))
-    assert first, "no summary"
-    assert first[1] == str(capability)
-    assert int(first[2]) == int(first[3]) > 3
-    assert first[5] == str(tmp_path)
-    launched = [(op, dtype, capability)] + ([(op, *other)] if other else [])
-    program = f"""
+    run = "from moe_kernels.__main__ import main\nassert not main({})"
+    firsts = printed(tmp_path, [run.format([*words, "2"]) for words in commands])
+    programs = []
+    for (op, dtype, capability, other), words in zip(COMPILED, commands, strict=True):
+        launched = [(op, dtype, capability)] + ([(op, *other)] if other else [])
+        programs.append(f"""
 from __future__ import annotations
 import json, torch
 from moe_kernels.__main__ import main
 {inspect.getsource(launch_cases)}
-assert not main({[*command, "1"]})
+assert not main({[*words, "1"]})
 print(json.dumps([launch_cases(*each) for each in {launched}]))
-"""
-    *printed, line = python(tmp_path, "-c", program).splitlines(keepends=True)
-    again = summary.fullmatch("".join(printed))
-    assert again
-    assert again[2] == again[4] == first[2]
-    got, *missed = json.loads(line)
-    assert not got["error"]
-    assert got["hits"] == int(first[2])
-    assert got["launches"] >= got["hits"]
-    assert all(each == {"hits": 0, "launches": 0, "error": "a kernel is not in the folder"} for each in missed)
-    assert len(missed) == (other is not None)
+""")
+    for made, text, again in zip(COMPILED, firsts, printed(tmp_path, programs), strict=True):
+        first = summary.fullmatch(text)
+        assert first, text
+        assert first[1] == str(made[2])
+        assert int(first[2]) == int(first[3]) > 3
+        assert first[5] == str(tmp_path)
+        *lines, line = again.splitlines(keepends=True)
+        found = summary.fullmatch("".join(lines))
+        assert found, again
+        assert found[2] == found[4] == first[2]
+        got, *missed = json.loads(line)
+        assert not got["error"]
+        assert got["hits"] == int(first[2])
+        assert got["launches"] >= got["hits"]
+        assert all(each == {"hits": 0, "launches": 0, "error": "a kernel is not in the folder"} for each in missed)
+        assert len(missed) == (made[3] is not None)
 
 
 def launch_cases(op: str, dtype: str, capability: int) -> dict[str, Any]:
