@@ -94,9 +94,9 @@ def row(each: dict[str, Any]) -> list[Any]:
     return [each[column] for column in COLUMNS]
 
 
-def measured(capability: int, known: list[str]) -> dict[str, dict]:
+def measured(known: dict[str, list[str]]) -> dict[str, dict[str, dict]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.ahead_of_time", str(capability)]
+    command = [sys.executable, "-m", "tests.helpers.ahead_of_time"]
     done = subprocess.run(command, input=json.dumps(known), capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -122,11 +122,17 @@ def check(got: dict[str, dict], capability: int, spills: bool = True) -> dict[st
     return spilled
 
 
+@pytest.fixture(scope="module")
+def made():
+    table = json.loads(TABLE.read_text())
+    return measured({str(each): [origin for *_, origin in table[str(each)].values()] for each in CAPABILITIES})
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_launch(capability):
+def test_every_launch(capability, made):
     table = json.loads(TABLE.read_text())
     rows, update = table[str(capability)], "python -m tests.machine.test_machine_code_triton --update"
-    got = measured(capability, [origin for *_, origin in rows.values()])
+    got = made[str(capability)]
     for pattern in (*INSTRUCTIONS, *PRODUCTS[capability], *UNWANTED):
         assert any(re.fullmatch(pattern, name) for name in got), f"no launch matches {pattern}"
     changed = {name: each for name, each in got.items() if each["origin"] != rows.get(name, [None])[-1]}
@@ -150,8 +156,9 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--update"]:
         sys.exit(__doc__)
     table: dict[str, object] = {"triton": triton.__version__}
+    every = measured({str(capability): [] for capability in CAPABILITIES})
     for capability in CAPABILITIES:
-        found = measured(capability, [])
+        found = every[str(capability)]
         check(found, capability)
         table[str(capability)] = {name: row(each) for name, each in found.items()}
     text = json.dumps(table, indent=1)
