@@ -84,14 +84,6 @@ def test_info_names_a_missing_extension_without_a_path(monkeypatch: pytest.Monke
     assert "/" not in text
 
 
-def test_commands_need_neither_typer_nor_rich_nor_matplotlib() -> None:
-    blocked = (
-        "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'numpy.testing', 'sklearn')))"
-    )
-    command = f"{blocked}; from moe_kernels.__main__ import main; sys.exit(main(['info']))"
-    assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 0
-
-
 def test_a_closed_pipe_gives_no_message() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,4 +1,5 @@
-"""Importing the package loads few modules besides those of torch, and none that are slow to import."""
+"""Importing the package loads few modules besides those of torch, and none that are slow to import. It reads the
+variable that chooses an instruction set."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ MOST = {"moe_kernels": 100, "moe_kernels.nn": 150}  # modules besides those of t
 def test_an_import_adds_few_modules():
     code = "before = set(sys.modules); import {}; print(json.dumps(sorted(set(sys.modules) - before)))"
     programs = [f"import json, sys; {code.format(name)}" for name in MOST]
-    for most, printed in zip(MOST.values(), forked.outputs("import torch", programs), strict=True):
+    narrower = (
+        "import os; os.environ['MOE_KERNELS_CPU_ISA'] = 'base'; from moe_kernels.backends import cpu; print(cpu.isa)"
+    )
+    *outputs, isa = forked.outputs("import torch", [*programs, narrower])
+    assert isa == "0\n"
+    for most, printed in zip(MOST.values(), outputs, strict=True):
         added = json.loads(printed)
         assert 0 < len(added) <= most, added
         heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "triton", "scipy"]

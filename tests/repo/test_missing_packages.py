@@ -1,4 +1,4 @@
-"""Without numpy Triton's kernels run; a package that is missing is named, and no other one."""
+"""The package needs torch alone. Without numpy Triton's kernels run; a missing package is named, and no other one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ import pytest
 from moe_kernels import backends
 from tests.helpers import forked
 
-PRINT = "from moe_kernels import backends; print(backends.missing('triton', 'kwta'))"
+OTHERS = ("triton", "sklearn", "rich", "typer", "matplotlib", "numpy.testing", "scipy", "pybind11")
+REASON = "from moe_kernels import backends; print(backends.missing('triton', 'kwta'))"
+INTERPRET = "import os; os.environ['TRITON_INTERPRET'] = '{}'; " + REASON
+KWTA = "import moe_kernels as mk, torch; print(mk.kwta(torch.tensor([1.0, 3.0, 2.0]), 2).tolist())"
+INFO = "from moe_kernels.__main__ import main; print('status', main(['info']))"
 
 
-def reasons(missing: str, *interpret: str) -> list[str]:
-    """Why Triton's kwta is not implemented in a Python that lacks the package `missing`, for each value of
-    TRITON_INTERPRET; "None" if it is."""
-    shared = f"import sys; sys.modules[{missing!r}] = None; import warnings; warnings.simplefilter('ignore')\n"
-    programs = [f"import os; os.environ['TRITON_INTERPRET'] = {each!r}; {PRINT}" for each in interpret]
-    return [each.strip() for each in forked.outputs(f"{shared}import torch", programs)]
+def without(names: tuple[str, ...], program: str) -> str:
+    return f"import sys; sys.modules.update(dict.fromkeys({names}))\n{program}"
 
 
-@pytest.mark.skipif(backends.missing("triton", "kwta") is not None, reason="Triton is not installed")
 def test_a_missing_package_is_named() -> None:
-    needs = "Triton is installed, but needs the package numpy, which is not: install it"
-    assert reasons("numpy", "0", "1") == ["None", needs]
-    assert reasons("triton", "0") == ["Triton is not installed"]
+    """torch is imported without numpy, and without an import of the others: importing it needs none of them."""
+    shared = without(("numpy",), "import warnings; warnings.simplefilter('ignore'); import torch")
+    shared += f"\nassert not set({OTHERS}) & set(sys.modules)"
+    programs = [without(OTHERS, KWTA), without(OTHERS, INFO), without(OTHERS, REASON)]
+    programs += [INTERPRET.format(each) for each in "01"]
+    kwta, info, without_triton, compiled, interpreted = forked.outputs(shared, programs)
+    assert kwta == "[0.0, 3.0, 2.0]\n"
+    assert info.endswith("status 0\n"), info
+    assert without_triton == "Triton is not installed\n"
+    if backends.missing("triton", "kwta") is not None:
+        pytest.skip("Triton is not installed")
+    assert compiled == "None\n"
+    assert interpreted == "Triton is installed, but needs the package numpy, which is not: install it\n"
