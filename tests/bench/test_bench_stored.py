@@ -163,6 +163,7 @@ def test_the_commands_report_and_verify_print(stored, tree: Path, monkeypatch: p
     monkeypatch.setattr(console, "width", 100)
     rows_of = report.operation_rows
     monkeypatch.setattr(report, "operation_rows", lambda results, root=None: rows_of(results, tree))
+    monkeypatch.setattr(plot, "draw", lambda result: {})  # which test_a_report_and_its_pictures checks
     paths = [saved(measured(tree, gpu), tree / "results") for gpu in (False, True)]
     done = run("report", *paths, "--out", tree)
     assert done.exit_code == 0, done.output

@@ -140,7 +140,7 @@ def test_verify_finds_an_unwritten_element(monkeypatch: pytest.MonkeyPatch) -> N
         return fresh, bits
 
     plant(monkeypatch, "kwta_fwd", all_but_the_last)
-    assert main(CPU_ONLY) == 1
+    assert main([*CPU_ONLY, "--op", "kwta"]) == 1
 
 
 def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
