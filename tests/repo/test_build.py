@@ -38,8 +38,10 @@ def checkout(tmp_path_factory) -> Path:
     compiler = os.environ.get("CXX", "g++")
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
     write_program(folder / "idle_cxx", touch)  # makes empty files
-    # reading_cxx only preprocesses (-E), which needs every included file. It does not link: it makes empty files.
-    write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
+    # reading_cxx only preprocesses (-E), which needs every included file: those of the base instruction set, which the
+    # others include too. It does not link: it makes empty files.
+    reads = f'case " $* " in *-DMOE_ISA=avx*) ;; *" -c "*) exec {compiler} "$@" -E;; esac'
+    write_program(folder / "reading_cxx", f"{reads}\n{touch}")
     # cuda_cxx compiles csrc/cuda/module.cpp and links the CUDA module. Its other outputs are empty files.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
