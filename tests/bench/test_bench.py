@@ -21,7 +21,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as command
-from bench import checks, ledger, measure, merging, nvml, peers, plot, registry, runs, timing, tracing
+from bench import checks, ledger, measure, merging, nvml, peers, registry, runs, timing, tracing
 from bench.entry import DIRECTIONS, entry
 from moe_kernels import backends
 from moe_kernels.cases.kwta import KWTA
@@ -287,7 +287,6 @@ def test_a_kernel_that_raises_on_one_shape_fails_and_the_others_keep_their_figur
 
     rows = list(verify(["kwta"], ["cpu"], small=True))
     monkeypatch.setattr(runs, "verify", lambda *args, **kwargs: rows)
-    monkeypatch.setattr(plot, "draw", lambda result: {})
     plant(monkeypatch, "kwta_fwd", raising)
     assert run("run", *CPU, "--out", tmp_path).exit_code == 1
     (result,) = merging.read(tmp_path)

@@ -6,8 +6,11 @@ import ast
 import contextlib
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +154,13 @@ def test_autocast_rounds_no_product(backend):
 
     for got, want in zip(run(True), run(False), strict=True):
         assert got is None or torch.equal(got, want)
+
+
+def test_a_narrower_instruction_set_can_be_requested():
+    code = "from moe_kernels.backends import cpu; print(cpu.isa)"
+    environment = {**os.environ, "MOE_KERNELS_CPU_ISA": "base"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "0"
 
 
 @pytest.fixture

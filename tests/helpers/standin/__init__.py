@@ -5,5 +5,5 @@ What is asked for on "cuda" is put on the CPU, C++ kernels stand in for those of
 events, graphs and memory, and NVML, are faked. So all of the bench runs, in its processes; its figures mean nothing.
 
 STANDIN_FAULTS plants faults, such as "kwta_fwd triton wrong, sinkhorn_fwd cuda hang": function, backend and a kind
-in `kernels.FAULTS`, which all act in bfloat16 alone. With STANDIN_PICTURES=0 a report has no pictures.
+in `kernels.FAULTS`, which all act in bfloat16 alone.
 """

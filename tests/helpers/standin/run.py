@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from tests.helpers.standin import gpu, kernels
@@ -43,9 +40,6 @@ sizes.has_values = lambda x: False  # tensors on the CPU stand for those on a GP
 adam._get_capturable_supported_devices = lambda *given, **named: ["cpu"]
 verifying.PROCESS_SECONDS, verifying.HUNG_SECONDS = 20.0, 10.0
 processes.PRELOADED += ("bench.__main__",)  # which each process imports for this module
-
-if os.environ.get("STANDIN_PICTURES") == "0":  # for a report without pictures, which take 2 s
-    sys.modules["bench.plot"] = SimpleNamespace(draw=lambda result: {})  # type: ignore[assignment]
 
 if __name__ == "__main__":
     begin = command.Run
